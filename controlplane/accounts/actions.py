@@ -102,11 +102,8 @@ def set_user_active(actor: Actor, user: User, active: bool, reason: str) -> None
 
     Raises Conflict if nobody would be left who may do everything.
     """
-    # Locked in one order, so that two administrators cannot switch each other off at once.
-    everybody = User.objects.select_for_update().filter(is_superuser=True).order_by("pk")
-    others = [other for other in everybody if other.is_active and other.pk != user.pk]
-    if user.is_superuser and not active and not others:
-        raise Conflict(f"{user} is the last active superuser; make or switch on another one first")
+    if not active:
+        _demand_another_superuser(user)
     if not User.objects.filter(pk=user.pk, is_active=not active).update(is_active=active):
         return
     user.is_active = active
@@ -123,21 +120,37 @@ def set_user_active(actor: Actor, user: User, active: bool, reason: str) -> None
 
 
 @transaction.atomic
-def make_superuser(actor: Actor, user: User, *, reason: str = "") -> None:
-    """Let a person hold every role in every cluster, and see to people and everybody's tokens."""
-    if not User.objects.filter(pk=user.pk, is_superuser=False).update(is_superuser=True):
+def set_superuser(actor: Actor, user: User, superuser: bool, *, reason: str = "") -> None:
+    """Let a person hold every role in every cluster, and see to people and everybody's tokens; or
+    no more than the roles that they were given.
+
+    Raises Conflict if nobody would be left who may do everything.
+    """
+    if not superuser:
+        _demand_another_superuser(user)
+    changed = User.objects.filter(pk=user.pk, is_superuser=not superuser)
+    if not changed.update(is_superuser=superuser):
         return
-    user.is_superuser = True
+    user.is_superuser = superuser
     audit(
         actor,
-        "user.make_superuser",
+        "user.make_superuser" if superuser else "user.unmake_superuser",
         "user",
         str(user.pk),
         cluster_id=None,
-        before={"superuser": False},
-        after={"superuser": True},
+        before={"superuser": not superuser},
+        after={"superuser": superuser},
         reason=reason,
     )
+
+
+def _demand_another_superuser(user: User) -> None:
+    """Raises Conflict if this one is the last who may do everything."""
+    # Locked in one order, so that two cannot take that from each other at once.
+    everybody = User.objects.select_for_update().filter(is_superuser=True).order_by("pk")
+    others = [other for other in everybody if other.is_active and other.pk != user.pk]
+    if user.is_superuser and not others:
+        raise Conflict(f"{user} is the last active superuser; make or switch on another one first")
 
 
 @transaction.atomic

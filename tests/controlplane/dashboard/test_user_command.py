@@ -12,7 +12,7 @@ from django.urls import reverse
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import AuditEvent, User
 from controlplane.fleet.selectors import may
-from tests.factories import ClusterFactory, UserFactory
+from tests.factories import ClusterFactory, GrantFactory, UserFactory
 
 pytestmark = pytest.mark.django_db
 
@@ -78,7 +78,7 @@ def test_a_person_becomes_a_superuser_with_their_password_and_once_on_record() -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), "one of the arguments --role --superuser is required"),
+        ((), "one of the arguments --role --superuser/--no-superuser is required"),
         (("--superuser", "--role", "admin"), "--role: not allowed with argument --superuser"),
         (("--superuser", "--cluster", "here"), "--cluster: not allowed with argument --superuser"),
     ],
@@ -90,6 +90,40 @@ def test_a_superuser_holds_every_role_everywhere_so_none_is_named(
 
     with pytest.raises(CommandError, match=words):
         say("carol", *arguments)
+
+    assert not User.objects.exists()
+
+
+def test_a_superuser_is_one_no_longer_and_keeps_the_roles_that_were_given() -> None:
+    cluster = ClusterFactory()
+    UserFactory(is_superuser=True)
+    bob = GrantFactory(
+        user=UserFactory(username="bob", is_superuser=True), role=Role.VIEWER, cluster=cluster
+    ).user
+
+    answer = say("bob", "--no-superuser")
+
+    bob.refresh_from_db()
+    event = AuditEvent.objects.get()
+    assert "bob is no superuser" in answer
+    assert may(bob, Role.VIEWER, cluster.pk)
+    assert not may(bob, Role.OPERATOR, cluster.pk)
+    assert event.verb == "user.unmake_superuser"
+    assert (event.before, event.after) == ({"superuser": True}, {"superuser": False})
+
+
+def test_the_last_superuser_stays_one() -> None:
+    UserFactory(username="bob", is_superuser=True)
+
+    with pytest.raises(CommandError, match="bob is the last active superuser"):
+        say("bob", "--no-superuser")
+
+    assert User.objects.get(username="bob").is_superuser
+
+
+def test_who_is_nobody_is_no_superuser_already() -> None:
+    with pytest.raises(CommandError, match="There is no person 'carol'"):
+        say("carol", "--no-superuser")
 
     assert not User.objects.exists()
 

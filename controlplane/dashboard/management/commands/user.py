@@ -1,11 +1,13 @@
 """`manage.py user NAME`: let a person in, or change their role.
 
-`--role ROLE [--cluster CLUSTER]` gives a role; `--superuser` all of them, and the care for people.
+`--role ROLE [--cluster CLUSTER]` gives a role; `--superuser` all of them, and the care for people,
+and `--no-superuser` takes those back.
 """
 
 from __future__ import annotations
 
 import secrets
+from argparse import BooleanOptionalAction
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -29,23 +31,34 @@ class Command(BaseCommand):
         given.add_argument("--role", choices=Role.values)
         given.add_argument(
             "--superuser",
-            action="store_true",
-            help="every role in every cluster; makes people, sees and revokes everybody's tokens",
+            action=BooleanOptionalAction,
+            help="every role in every cluster; makes people, sees and revokes everybody's tokens;"
+            " or no longer, but for the roles that they were given",
         )
         parser.add_argument("--cluster", help="its name; without it the role holds in all clusters")
 
     def handle(self, *_args: Any, **options: Any) -> None:
         name, superuser = options["name"], options["superuser"]
-        if superuser and options["cluster"] is not None:
+        if superuser is not None and options["cluster"] is not None:
             raise CommandError("argument --cluster: not allowed with argument --superuser")
         cluster_id = self._cluster_id(options["cluster"])
-        user = User.objects.filter(username=name).first() or self._made(name, superuser)
-        if superuser:
-            actions.make_superuser(SYSTEM, user)
-            self.stdout.write(f"{user} is a superuser: every role in every cluster")
+        user = User.objects.filter(username=name).first()
+        if user is None and superuser is False:
+            raise CommandError(f"There is no person {name!r}.")
+        user = user or self._made(name, bool(superuser))
+        if superuser is not None:
+            self._set_superuser(user, superuser)
         else:
             grant = actions.grant_role(SYSTEM, user, Role(options["role"]), cluster_id)
             self.stdout.write(str(grant))
+
+    def _set_superuser(self, user: User, superuser: bool) -> None:
+        try:
+            actions.set_superuser(SYSTEM, user, superuser)
+        except Conflict as conflict:
+            raise CommandError(conflict.detail) from conflict
+        told = "a superuser: every role in every cluster" if superuser else "no superuser"
+        self.stdout.write(f"{user} is {told}")
 
     def _made(self, name: str, superuser: bool) -> User:
         password = secrets.token_urlsafe(12)
