@@ -249,6 +249,7 @@ class Commands:
             except CannotStart as error:
                 return _failed(command_id, str(error))
         if verb == "stop_process" and running is None:
+            self._supervisor.stop(entry["placement"], 0)  # it may wait for its next start
             return _done(command_id, {"stopped": True})
         return _failed(
             command_id, f"the agent was restarted during this {verb}; it is not under way"

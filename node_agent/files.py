@@ -127,6 +127,8 @@ class Journal:
             temporary.replace(self.path)
         except BaseException:
             os.close(fd)
+            with contextlib.suppress(OSError):
+                temporary.unlink()  # it may be what fills the disk
             raise
         # Nothing is opened after the rename: what is appended must never go to a file without name.
         os.close(self._fd)

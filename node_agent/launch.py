@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -23,12 +24,20 @@ MAX_LOGS = 100
 DIAGNOSTIC_LOG = "field-diagnostic-{}.log"
 #: A start that takes longer counts as one: its folder may hang.
 LAUNCH_S = 3.0
-#: What a process begins as. It tells the error's number, and of which name.
-_LAUNCHER = """
+#: With this status ends who could not become the program: no verdict of the program's.
+NOT_LAUNCHED = 127
+#: What a process begins as. It tells that it runs, then the error's number, and of which name.
+_LAUNCHER = f"""
 import os, signal, sys
 tells, folder, *argv = sys.argv[1:]
 tells = int(tells)
 os.set_inheritable(tells, False)
+def tell(words):
+    try:
+        os.write(tells, os.fsencode(words))
+    except OSError:
+        pass  # nobody waits any more
+tell("r")
 wanted = folder
 try:
     os.chdir(folder)
@@ -38,8 +47,9 @@ try:
     os.execvp(wanted, argv)
 except OSError as error:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    os.write(tells, os.fsencode(f"{error.errno} {wanted}"))
-    sys.exit(f"{wanted}: {error.strerror}")
+    print(wanted, error.strerror, sep=": ", file=sys.stderr, flush=True)
+    tell(str(error.errno) + " " + wanted)
+    os._exit({NOT_LAUNCHED})
 """
 
 
@@ -181,15 +191,28 @@ def launch(
             )
         finally:
             os.close(tells)
-        ready, _, _ = select.select([hears], [], [], LAUNCH_S)
-        trouble = os.read(hears, 8192) if ready else b""
+        told, ended = _told(hears)
     finally:
         os.close(hears)
-    if trouble:
+    if ended and not told:
+        process.wait()
+        raise OSError(errno.ENOEXEC, "the agent's own Python did not start", sys.executable)
+    if trouble := told.removeprefix(b"r"):
         process.wait()
         number, _, name = os.fsdecode(trouble).partition(" ")
         raise OSError(int(number), os.strerror(int(number)), name)
     return process
+
+
+def _told(hears: int) -> tuple[bytes, bool]:
+    """What the launcher says within LAUNCH_S, and whether that is all."""
+    told, until = b"", time.monotonic() + LAUNCH_S
+    while select.select([hears], [], [], max(0.0, until - time.monotonic()))[0]:
+        more = os.read(hears, 8192)
+        if not more:
+            return told, True
+        told += more
+    return told, False
 
 
 def _fresh_log(folder: Path, placement: str, running: Collection[str]) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,8 @@ MAX_WAITING = 20_000
 #: The file is rewritten once it holds this many dead lines, and more of them than live ones: so a
 #: line costs the same, however many wait.
 MAX_DEAD_LINES = 2_000
+#: From a rewrite that failed, on a full disk, to the next attempt.
+REWRITE_PAUSE_S = 60.0
 
 
 class Spool:
@@ -34,6 +37,7 @@ class Spool:
         self._waiting: dict[str, dict[str, Any]] = {}
         self._dead_lines_borne = MAX_DEAD_LINES
         self._refused = False  # something that the file lacks
+        self._rewrite_at = 0.0  # not before; monotonic
         entries = self._journal.load()
         for entry in entries:
             self._apply(entry)
@@ -104,6 +108,8 @@ class Spool:
             self._waiting.pop(message_id, None)
 
     def _append(self, entries: list[dict[str, Any]]) -> None:
+        if not entries:
+            return
         try:
             self._journal.append(entries)
         except OSError as error:
@@ -117,11 +123,14 @@ class Spool:
         dead = self._lines - len(self._waiting)
         if not self._refused and dead <= max(self._dead_lines_borne, len(self._waiting)):
             return
+        if time.monotonic() < self._rewrite_at:
+            return
         try:
             self._journal.rewrite({"put": message} for message in self._waiting.values())
         except OSError as error:
             log("spool_not_compacted", "error", path=self._journal.path, error=str(error))
             # Not again with each message of a full disk.
+            self._rewrite_at = time.monotonic() + REWRITE_PAUSE_S
             self._dead_lines_borne = max(self._dead_lines_borne, 2 * dead)
             return
         self._dead_lines_borne = MAX_DEAD_LINES

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import sys
@@ -34,11 +33,6 @@ START_METHODS = ("forkserver", "spawn")
 PREFETCH = 2  # shards that each worker is ahead, unless a DataLoader says otherwise
 STUCK_S = 2.0  # so long torch may take to end its own thread
 MAX_DEATHS = 3  # of workers; then everything is loaded in the training process
-#: What pickling raises; anything else that keeps workers from starting may be over the next time.
-_UNPICKLABLE = (
-    pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError,
-    NotImplementedError,
-)  # fmt: skip
 #: What tells a loader from a dataset that keeps another, and a function to collate.
 _OF_A_LOADER = ("dataset", "collate_fn", "batch_size", "num_workers", "drop_last")
 #: Orders of torch's own making, which Batches replaces by its own.
@@ -321,11 +315,11 @@ class _Crew:
     def _start(self) -> None:
         try:
             iterator: Any = iter(self._loader)
-        except _UNPICKLABLE as error:  # both are told where shards are fetched
-            self._unpicklable = error
-            return
-        except Exception as error:
-            self.lacking = error
+        except Exception as error:  # whatever pickling raises; told where shards are fetched
+            if _runs_short(error):
+                self.lacking = error
+            else:
+                self._unpicklable = error
             return
         # By this event torch tells workers that they are to end, which we do by killing them. Who
         # is killed while it looks at it keeps its lock: torch would wait for that for ever. It is
@@ -425,6 +419,12 @@ def _die_with_the_rank() -> None:
     if rank is not None:
         rank.join()
         os._exit(1)
+
+
+def _runs_short(error: Exception) -> bool:
+    """Whether what keeps workers from starting may be over the next time."""
+    no_thread = isinstance(error, RuntimeError) and str(error).startswith("can't start new thread")
+    return no_thread or isinstance(error, OSError | EOFError | MemoryError)
 
 
 def _as_it_is(data: Any) -> Any:

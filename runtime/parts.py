@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from runtime.checkpoint.resharding import replaced
 from runtime.replica.division import as_part, is_divided, part_of
 from runtime.replica.state import Stateful
 
@@ -44,6 +45,27 @@ def _in_words(divided: Mapping[str, Any]) -> str:
     ]
     placements = ", ".join("R" if word == "replicate" else word for word in words)
     return f"{tuple(divided['shape'])} as {placements} over {divided['mesh']}"
+
+
+def as_told(ours: Any, theirs: Any) -> Any:
+    """Our state, to be compared with a saved one: where an earlier version put into words how
+    tensors are divided, so is it in ours."""
+    return replaced(ours, _worded) if _has_words(theirs) else ours
+
+
+def _worded(value: Any) -> Any:
+    is_part = isinstance(value, dict) and OURS in value
+    return {**value, "of": _in_words(value["of"])} if is_part else value
+
+
+def _has_words(saved: Any) -> bool:
+    if isinstance(saved, dict):
+        return (
+            isinstance(saved.get("of"), str)
+            if OURS in saved
+            else any(map(_has_words, saved.values()))
+        )
+    return isinstance(saved, list | tuple) and any(map(_has_words, saved))
 
 
 def put_together(saved: Any, one: Stateful, where: str, model: Any = None) -> Any:

@@ -161,7 +161,7 @@ def _counted(
 def _failing_tiers(clusters: list[str]) -> GaugeMetricFamily:
     family = GaugeMetricFamily(
         "drydock_checkpoint_tiers_failing",
-        "Tiers of jobs that take no checkpoints, as the jobs' ranks say.",
+        "Tiers of jobs to which saves of some replica fail or hang, as the jobs' ranks say.",
         labels=["cluster"],
     )
     jobs = list(Job.objects.filter(state__in=JOB_UNFINISHED).select_related("cluster"))

@@ -131,7 +131,7 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
             "checkpoint": next(iter(checkpoints), None),
             "tiers": selectors.tiers_of(found, checkpoints),
             "checkpoints": checkpoints[:8],
-            "troubles": selectors.told_alike(troubles, checkpoints)[:8],
+            "troubles": selectors.told_alike(found, troubles, checkpoints)[:8],
             "ledger": selectors.sample_ledger(found),
             "incidents": found.incidents.order_by("-id")[:8],
             "windows": {word: label for word, (label, _) in WINDOWS.items()},

@@ -377,6 +377,8 @@ OVER = {
 }
 #: What is over once a checkpoint comes whole: of the tier that it is told of, or of any.
 UNTIL_SAVED = ("checkpoint_late", "no_room_for_checkpoints")
+#: To these all replicas save together; to the others each for itself.
+OF_ALL_REPLICAS = (Tier.SHARED, Tier.OBJECT)
 #: And so much of what ranks told.
 TROUBLES = 200
 
@@ -395,7 +397,7 @@ class Told:
     replicas: list[int]
 
 
-def told_alike(troubles: list[Signal], checkpoints: list[Checkpoint]) -> list[Told]:
+def told_alike(job: Job, troubles: list[Signal], checkpoints: list[Checkpoint]) -> list[Told]:
     """The same, newest first, with one entry for what many say, as of a shared folder, or one says
     again and again: it hides nothing that was told once and still holds. What a replica has said to
     be over is left out, and so is what a later one of the job's last checkpoints shows to be."""
@@ -403,7 +405,7 @@ def told_alike(troubles: list[Signal], checkpoints: list[Checkpoint]) -> list[To
     over: set[tuple[str, str, int]] = set()
     for one in troubles:
         kind, subject, replica = one.data["kind"], one.data.get("subject", ""), one.replica or 0
-        if (kind, subject, replica) in over or _saved_after_all(one, checkpoints):
+        if (kind, subject, replica) in over or _saved_after_all(job, one, checkpoints):
             continue
         if kind in OVER:
             over.add((OVER[kind], subject, replica))
@@ -412,11 +414,16 @@ def told_alike(troubles: list[Signal], checkpoints: list[Checkpoint]) -> list[To
     return [Told(group[0], sorted({s.replica or 0 for s in group})) for group in alike.values()]
 
 
-def _saved_after_all(trouble: Signal, checkpoints: list[Checkpoint]) -> bool:
-    """Whether it held up checkpoints, and one came whole since, whoever wrote it."""
+def _saved_after_all(job: Job, trouble: Signal, checkpoints: list[Checkpoint]) -> bool:
+    """Whether it held up checkpoints, and one came whole since that shows that it does no more:
+    what other replicas save for themselves shows nothing."""
     tier = trouble.data.get("subject", "")
+    if trouble.data["kind"] not in UNTIL_SAVED:
+        return False
+    if job.world_replicas > 1 and tier not in OF_ALL_REPLICAS:
+        return False
     since = [one for one in checkpoints if one.at > trouble.observed_at]
-    return trouble.data["kind"] in UNTIL_SAVED and any(tier in ("", one.tier) for one in since)
+    return any(tier in ("", one.tier) for one in since)
 
 
 def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int, str]]:
@@ -427,13 +434,14 @@ def failing_tiers(job: Job, checkpoints: list[Checkpoint]) -> dict[str, dict[int
     found: dict[str, dict[int, str]] = {}
     for signal in _last_told_of_tiers([job]):
         tier = signal.data["subject"]
-        if _still_fails(signal, newest.get(tier)):
+        one = newest.get(tier)
+        if _still_fails(signal, one) or _hangs(signal, job, one):
             found.setdefault(tier, {})[signal.replica or 0] = signal.data["text"]
     return found
 
 
 def failing_tiers_of(jobs: Collection[Job]) -> dict[str, list[Tier]]:
-    """By job, its tiers that take no checkpoints, as processes say that run now: saves to them
+    """By job, the tiers that take not all checkpoints, as processes say that run now: saves to them
     fail, or were late and hang for long. In two queries at most, however many jobs."""
     by_id = {job.pk: job for job in jobs}
     told = _last_told_of_tiers(jobs)

@@ -65,7 +65,7 @@ class JobSerializer(RowSerializer):
         )
 
     def get_failing_tiers(self, job: Job) -> list[str]:
-        """The tiers that take no checkpoints, as its ranks say: saves there fail, or hang."""
+        """The tiers to which saves of some replica fail or hang, as its ranks say."""
         return [tier.value for tier in self.context["failing_tiers"].get(job.pk, [])]
 
 

@@ -188,7 +188,7 @@ def _servers(options: Options, environment: dict[str, str]) -> list[Program]:
         "web": (
             2,
             (
-                *(*granian, "--interface", "wsgi", "--port", str(options.port)),
+                *(*granian, "--interface", "wsgi", "--http", "1", "--port", str(options.port)),
                 *("--blocking-threads", "4", "controlplane.wsgi:application"),
             ),
         ),

@@ -80,6 +80,7 @@ class NvmlHardware:
         self._readings = Readings()
         self._read_at = 0.0
         self._listed_at = 0.0
+        self._reset_since: frozenset[str] = frozenset()  # cards, since they were listed
         self._closed = threading.Event()
         self._ports = fabric.Ports(self._closed)
         start_thread("nvml", self._keep_fresh)
@@ -111,6 +112,7 @@ class NvmlHardware:
         try:
             with self.let_go():
                 nvidia_smi.reset(self._reset_tool, wanted)
+                self._reset_since = frozenset(wanted)
         except HardwareUnknown as error:
             raise ResetFailed(f"{error}: reboot the node") from error
         return wanted
@@ -156,9 +158,11 @@ class NvmlHardware:
         inventory = self._inventory
         if time.monotonic() - self._listed_at > LIST_PERIOD_S or inventory is None:
             # After a reset a card answers for itself, or is missing.
-            before = inventory.gpus if inventory is not None and self._listed_at else []
+            before = [] if inventory is None else inventory.gpus
+            before = [gpu for gpu in before if gpu.uuid not in self._reset_since]
             inventory = _inventory(self._child.ask("inventory", FIRST_DEADLINE_S), before)
             self._inventory, self._listed_at = inventory, time.monotonic()
+            self._reset_since = frozenset()
         self._readings = _readings(self._child.ask("readings", DEADLINE_S), inventory.gpus)
         self._read_at = time.monotonic()
 

@@ -39,7 +39,7 @@ def computes() -> dict[str, Any]:
     """The program that trains here, and the versions of what may give it other numbers."""
     return {
         "script": script(),
-        "modules": modules(),
+        "own_modules": own_modules(),
         "torch": version_of("torch"),
         "numpy": version_of("numpy"),
         "cuda": cuda(),
@@ -75,7 +75,7 @@ def script() -> dict[str, str]:
 
 
 @functools.cache
-def modules() -> dict[str, Any]:
+def own_modules() -> dict[str, Any]:
     """How many modules of the user's own are imported, and one hash of them all, of their names and
     what is in them; empty if there are none. Looked up once: what is imported later must not pass
     for a change, for it is not there yet when a checkpoint is looked for."""

@@ -198,7 +198,7 @@ class ObjectStore:
                 findings.append(str(error))
         if not_checked and not findings:
             raise not_checked[0]
-        return findings
+        return [*findings, *(f"{found.path}: {one}" for one in not_checked)]
 
     # --- writing --------------------------------------------------------------------------------
 
@@ -526,6 +526,7 @@ class ObjectStore:
         unpacks them."""
         longest = COMPARED_BYTES if into is None else BLOCK_BYTES
         cut: dict[str, str] = {}  # by the object: how it is not all there
+        unread: OSError | None = None  # what ended it before all was read
         wrong: dict[str, list[int]] = {file.name: [] for file in part.files}  # its chunks
 
         @contextlib.contextmanager
@@ -576,11 +577,12 @@ class ObjectStore:
             )
         except _Enough:
             pass
-        except OSError:
+        except OSError as error:
             if not cut and not any(wrong.values()):
                 raise
+            unread = error
         findings = []
-        least = "" if into is None else "at least "
+        least = "" if into is None and unread is None else "at least "
         for file in part.files:
             chunks: Sequence[int] = sorted(wrong[file.name])
             what = f"{least}{len(chunks)} chunks are not what was saved" if chunks else ""
@@ -589,6 +591,9 @@ class ObjectStore:
             if what:
                 names = store.names_in(part, *chunks)
                 findings.append(store.Finding(file.name, part.rank, names, what))
+        if unread is not None:
+            what = f"the rest could not be read: {unread}"
+            findings.append(store.Finding(part.name, part.rank, (), what, not_judged=True))
         if part.packed and not findings:
             coding.demand(posixpath.join(folder, part.name))
         return findings

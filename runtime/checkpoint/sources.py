@@ -18,7 +18,7 @@ from runtime.checkpoint import peer, store
 from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.coding import NotInstalled
 from runtime.checkpoint.facts import changed_since
-from runtime.checkpoint.manifest import MANIFEST, Manifest, shown
+from runtime.checkpoint.manifest import MANIFEST, Manifest
 from runtime.checkpoint.objects import Found, ObjectStore, step_of
 from runtime.checkpoint.suspects import State, suspects
 from runtime.checkpoint.tiers import (
@@ -213,7 +213,7 @@ class Sources:
         """That one is what training goes on from: what has changed since it was made is told, for
         with another program or another torch the same steps give other numbers."""
         if changed := changed_since(self._facts.get(name, {})):
-            self._job.trouble("changed_since", f"since {name} was saved: {changed}")
+            self._job.trouble("changed_since", f"since {name} was saved: {changed}", "program")
 
     def _read_held(self, name: str, rank: int, progress: store.Progress) -> Staged:
         """Of several who hold it the first whose copy is whole; which is not is told."""
@@ -284,25 +284,10 @@ class Sources:
         elif tier == "object":  # it may have what a job of this name trained before that
             found = [one for one in found if store.saved_at(one) >= self._imported_at]
         if self._tiers[tier].own:
-            found = self._of_as_many_ranks(tier, found)
+            found = [one for one in found if one.facts.get("ranks") == self._job.ranks]
         self._facts |= {one.save: one.facts for one in found}
         # Once each, of however many replicas there is a copy.
         return list(dict.fromkeys((store.epoch_of(one), one.step, one.save) for one in found))
-
-    def _of_as_many_ranks(self, tier: TierName, found: list[Manifest]) -> list[Manifest]:
-        """Those whose parts are divided as ours are. That the newest is none of them is told: where
-        the job goes on from is then older than what it had."""
-        ours = [one for one in found if one.facts.get("ranks") == self._job.ranks]
-        newest = max(found, key=lambda one: (store.epoch_of(one), one.step), default=None)
-        if newest is not None and newest not in ours:
-            self._job.trouble(
-                PASSED_OVER,
-                f"{tier}: step {newest.step} was saved by {shown(newest.facts.get('ranks'))} ranks "
-                f"and this job has {self._job.ranks}: only what all ranks have in one place is "
-                "taken up by another number",
-                tier,
-            )
-        return ours
 
     @functools.cached_property
     def _objects(self) -> ObjectStore:

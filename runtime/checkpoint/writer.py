@@ -260,14 +260,14 @@ class Writer:
 
     def _demand_mounted(self, folder: Path) -> None:
         """That the file system on which we saved first is still there: what is written beneath its
-        mount point nobody finds again once it is back. Raises OSError."""
-        if str(folder) not in self._mounts:
-            self._mounts[str(folder)] = mount_of(folder)
-        mount = self._mounts[str(folder)]
-        with contextlib.suppress(OSError):
+        mount point nobody finds again once it is back. Raises OSError, also for one that is ill."""
+        with contextlib.suppress(FileNotFoundError):
             folder.stat()  # has mounted what is mounted when somebody asks for it
-        if not os.path.ismount(mount):
+        now = mount_of(folder)
+        mount = self._mounts.setdefault(str(folder), now)
+        if now != mount and folder.resolve().is_relative_to(mount):
             raise OSError(f"nothing is mounted at {mount} any more, where {folder} was: mount it")
+        self._mounts[str(folder)] = now  # elsewhere, on purpose: a link that leads there now
 
     def _left_alone(self, folder: Path) -> int:
         """How many of our saves there, up to the last, never had the parts of all: others save

@@ -58,6 +58,7 @@ _WORDS = {
     "drop_last": ("drop_last", "start all {who}s with the same Batches"),
     "seed": ("data order's seed", "give all {who}s the same seed"),
     "model": ("model", _SAME_SCRIPT),
+    "trained": ("set of trained weights", _SAME_SCRIPT),
     "modules": ("set of modules", _SAME_SCRIPT),
     "optimizer": ("optimizer", _SAME_SCRIPT),
     "clipping": ("largest gradient norm", _SAME_SCRIPT),
@@ -85,12 +86,11 @@ def describe(
     else a step changes, by what it is.
     """
     tensors = [
-        f"{name} {tuple(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}"
+        f"{name} {tuple(tensor.shape)} {tensor.dtype}"
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     ]
-    weights = [*model.parameters()]
-    count = sum(one.numel() for one in weights)
-    trained = sum(one.numel() for one in weights if one.requires_grad)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    trained = {n: one.numel() for n, one in model.named_parameters() if one.requires_grad}
     digest = _hash_of("\n".join(tensors))
     return {
         "mode": mode,
@@ -99,7 +99,8 @@ def describe(
         "data": batches.data,
         "content": batches.content,
         "model": f"{type(model).__name__} of {len(tensors)} tensors and {count:,} parameters "
-        f"({trained:,} of them trained, {digest})",
+        f"({digest})",
+        "trained": f"{sum(trained.values()):,} parameters ({_hash_of(chr(10).join(trained))})",
         "modules": _modules(model),
         "optimizer": ", ".join(_settings(optimizer) for optimizer in optimizers),
         "clipping": "none" if max_grad_norm is None else f"{max_grad_norm:g}",
@@ -122,7 +123,7 @@ def of_loop(steps: int | None, compare_every: int, after_step: object) -> dict[s
 #: other replicas, not with other ranks' parts.
 _OF_RANKS = (
     "mode", "ranks", "order", "samples", "shards", "shard_size", "seed", "drop_last", "data",
-    "content", "model", "optimizer", "clipping", "after_step",
+    "content", "model", "trained", "optimizer", "clipping", "after_step",
 )  # fmt: skip
 
 

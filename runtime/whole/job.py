@@ -48,7 +48,7 @@ from runtime.generators import cards_of, generators, set_generators
 from runtime.image import Staged
 from runtime.job import Job
 from runtime.ledger import SampleLedger
-from runtime.parts import put_together, taken_apart
+from runtime.parts import as_told, put_together, taken_apart
 from runtime.replica.network import own_address
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import (
@@ -586,7 +586,8 @@ class WholeJob:
         self.committed, self.epoch = int(state["step"]), int(state["epoch"])
         self._state()  # a loader that is asked for its state the first time draws from them
         set_generators(state["random"], self.model)
-        if digest_of(self._state(), as_laid_out(part.table)) != part.digest:
+        restored = as_told(self._state(), state)
+        if digest_of(restored, as_laid_out(part.table)) != part.digest:
             text = "what was put back is not what was saved: some load_state_dict gives back less"
             self.job.trouble("checkpoint_not_restored", text)
 

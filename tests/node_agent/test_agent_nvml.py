@@ -244,10 +244,16 @@ def nvmlDeviceGetMemoryInfo(card): return Box(total=1000 + lost(card, "details")
     eventually(lambda: "GPU-2" in hardware.readings().unreadable)
     seen = hardware.inventory()
     listed_again = eventually(lambda: hardware.inventory() is not seen and hardware.inventory())
-    with hardware.let_go():
-        answers = {"handle": ["GPU-0", "GPU-1"], "details": ["GPU-0", "GPU-1", "GPU-2"]}[gone]
+    with hardware.let_go():  # as a diagnostic has it, which resets nothing
+        examined = hardware.inventory()
+    kept = eventually(lambda: hardware.inventory() is not examined and hardware.inventory())
+    answers = {"handle": ["GPU-0", "GPU-1"], "details": ["GPU-0", "GPU-1", "GPU-2"]}[gone]
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n")
+    tool.chmod(0o755)
+    hardware.reset(["GPU-2"])
     eventually(lambda: [card.uuid for card in hardware.inventory().gpus] == answers)
     hardware.close()
 
-    assert listed_again == before
+    assert listed_again == kept == before
     assert [card.serial for card in before.gpus] == ["1320", "1321", "1322"]

@@ -10,7 +10,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from runtime.parts import put_together, taken_apart
+from runtime import parts
+from runtime.parts import taken_apart
 from tests.runtime.whole.runs import Alone
 
 
@@ -95,15 +96,21 @@ def test_how_the_whole_is_divided_stands_beside_a_part(alone: Alone) -> None:
     assert state["rank_s_part"].shape == (2, 2)
 
 
-def test_a_part_that_an_earlier_version_saved_is_put_together_too(alone: Alone) -> None:
+def test_a_job_goes_on_from_parts_that_an_earlier_version_described_in_words(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alone.trainee = lambda: (model := divided(), torch.optim.SGD(model.parameters()))
-    with alone.start() as whole:
-        model: Any = whole.model
-        weight = model.weight
-        saved = {"weight": {**taken_apart(weight), "of": "(2, 2) as S(0) over [0]"}}
-        found = put_together(saved, model, "model")
+    described = parts._described
+    with monkeypatch.context() as earlier:
+        earlier.setattr(parts, "_described", lambda one: parts._in_words(described(one)))
+        with alone.start() as first:
+            list(first.steps(1))
+    with alone.start() as again:
+        list(again.steps(2))
 
-    assert found["weight"].full_tensor().tolist() == weight.full_tensor().tolist()
+    weights = [one.model.weight.full_tensor().tolist() for one in (first, again)]  # type: ignore[union-attr, operator]
+    assert weights[0] == weights[1]
+    assert alone.troubles() == []
 
 
 def test_what_is_divided_and_has_no_place_yet_is_refused_by_name_with_the_remedy(

@@ -294,16 +294,17 @@ def record_cards(node: Node, inventory: wire.Inventory) -> None:
     for card in inventory.gpus:
         # Two cards may have changed places: free the slot before it is taken.
         Gpu.objects.filter(node=node, index=card.index).exclude(uuid=card.uuid).update(index=None)
+        told = {
+            "serial": card.serial,
+            "model": card.model,
+            "memory_bytes": card.memory_bytes,
+            "pci_address": card.pci_address,
+        }
+        # A sick card may tell nothing more than its UUID: what it told before still holds.
+        known = {name: value for name, value in told.items() if value and value != card.uuid}
+        place = {"node": node, "index": card.index}
         Gpu.objects.update_or_create(
-            uuid=card.uuid,
-            defaults={
-                "serial": card.serial,
-                "model": card.model,
-                "memory_bytes": card.memory_bytes,
-                "node": node,
-                "index": card.index,
-                "pci_address": card.pci_address,
-            },
+            uuid=card.uuid, defaults={**known, **place}, create_defaults={**told, **place}
         )
 
 

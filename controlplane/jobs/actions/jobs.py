@@ -253,7 +253,7 @@ def keep_as_spare(actor: Actor, node_id: str, reason: str) -> None:
 def reveal_token(actor: Actor, job_id: str) -> str:
     """Tell the token of a job's ranks, for those that its own scheduler starts; it stands nowhere.
 
-    It lets whoever has it speak for the job, so that it is on record who asked.
+    It lets whoever has it speak for the job, so it is on record that it was told.
     """
     job = Job.objects.get(pk=job_id)
     audit(
@@ -301,8 +301,7 @@ def request_stop(actor: Actor, job_id: str, reason: str) -> Job:
     ours = _alive(job).exists()
     if ours:
         set_job(actor, job, JobState.STOPPING, reason, "job.stop")
-    if ours or job.progress.exists():
-        direct(actor, job_id, "stop", ttl_s=STOP_TTL_S, reason=reason)
+    direct(actor, job_id, "stop", ttl_s=STOP_TTL_S, reason=reason)
     return job if ours else end_job(actor, job_id, reason)
 
 

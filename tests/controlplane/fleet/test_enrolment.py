@@ -150,6 +150,21 @@ def test_a_cards_record_follows_the_card(cluster: Cluster) -> None:
     assert moved.repairs.count() == 1
 
 
+def test_a_sick_card_that_tells_only_its_uuid_stays_what_it_was(cluster: Cluster) -> None:
+    node = actions.enroll(request(actions.create_join_token(SYSTEM, cluster.pk)))
+    well = msgspec.structs.replace(card(0, "GPU-a"), serial="1324")
+    sick = msgspec.structs.replace(well, serial="GPU-a", model="", memory_bytes=0, pci_address="")
+    for told in (well, sick):
+        report = wire.Report(
+            boot_id="b", at=1, digest="d", agent_version="1", inventory=inventory(told)
+        )
+        actions.record_report(node.pk, report)
+
+    found = Gpu.objects.get(uuid="GPU-a")
+    assert (found.serial, found.model) == ("1324", "H100")
+    assert (found.memory_bytes, found.pci_address) == (1, "0:0")
+
+
 def test_cards_that_change_places_keep_their_identity(cluster: Cluster) -> None:
     node = actions.enroll(request(actions.create_join_token(SYSTEM, cluster.pk)))
     swapped = inventory(card(1, "GPU-a"), card(0, "GPU-b"))

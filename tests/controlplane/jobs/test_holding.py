@@ -162,12 +162,11 @@ def test_ranks_that_a_scheduler_started_are_heard_and_hear_that_their_job_is_end
     assert [one["verb"] for one in told(job).directives] == ["stop"]
 
 
-def test_where_no_rank_tells_of_itself_nobody_is_told_to_stop() -> None:
+def test_ranks_that_have_not_told_of_a_step_yet_are_told_to_stop_once_they_do() -> None:
     job = JobFactory()
-    jobs.record_progress(SYSTEM, job.pk, step=3)
 
     assert jobs.request_stop(SYSTEM, job.pk, "converged").state == JobState.STOPPED
-    assert not Directive.objects.exists()
+    assert [one["verb"] for one in told(job).directives] == ["stop"]
 
 
 def test_ranks_that_report_are_believed_more_than_their_scheduler() -> None:

@@ -15,7 +15,7 @@ from runtime.checkpoint.facts import changed_since, computes
 from tests.runtime.replicas import ROOT
 
 HERE = {
-    "script": {"name": "train.py", "xxh3": "00"}, "modules": {"files": 2, "xxh3": "11"},
+    "script": {"name": "train.py", "xxh3": "00"}, "own_modules": {"files": 2, "xxh3": "11"},
     "torch": "2.13.0", "numpy": None, "cuda": "13.0", "python": "3.11.7",
 }  # fmt: skip
 
@@ -32,10 +32,10 @@ def _here(monkeypatch: pytest.MonkeyPatch) -> None:
         (HERE, ""),
         ({**HERE, "torch": "2.12.1"}, "torch was '2.12.1', is '2.13.0'"),
         ({**HERE, "numpy": "2.4.0"}, ""),  # nobody imported it here
-        ({**HERE, "modules": {}}, ""),  # it was made before these were looked at
+        ({**HERE, "own_modules": {}}, ""),  # it was made before these were looked at
         (
-            {**HERE, "modules": {"files": 1, "xxh3": "12"}},
-            "modules was {'files': 1, 'xxh3': '12'}, is {'files': 2, 'xxh3': '11'}",
+            {**HERE, "own_modules": {"files": 1, "xxh3": "12"}},
+            "own_modules was {'files': 1, 'xxh3': '12'}, is {'files': 2, 'xxh3': '11'}",
         ),
         (
             {"script": {"name": "old.py", "xxh3": "ff"}, "python": "3.12.1"},
@@ -92,8 +92,8 @@ def program(tmp_path: Path) -> Path:
 def test_modules_of_the_user_s_own_count_once_for_all(program: Path) -> None:
     first, later = ran(program)
 
-    assert first["modules"] == later["modules"]
-    assert first["modules"]["files"] == 2
+    assert first["own_modules"] == later["own_modules"]
+    assert first["own_modules"]["files"] == 2
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_module_that_the_script_imports_is_seen_to_change(
     (program / name).write_text("depth = 3")
     after, _later = ran(program)
 
-    assert (before["modules"] != after["modules"]) is changed
+    assert (before["own_modules"] != after["own_modules"]) is changed
     assert before["script"] == after["script"]
 
 
@@ -129,5 +129,5 @@ def test_a_module_that_lies_elsewhere_is_seen_to_change(tmp_path: Path) -> None:
     package.write_text("depth = 3")
     (after,) = ran(script.parent)
 
-    assert before["modules"]["files"] == 1
-    assert before["modules"] != after["modules"]
+    assert before["own_modules"]["files"] == 1
+    assert before["own_modules"] != after["own_modules"]

@@ -282,9 +282,11 @@ def test_what_was_found_damaged_is_said_though_the_store_hangs_then(
 
     monkeypatch.setattr(objects._files, "cat_file", fail)
 
-    (finding,) = objects.verify(found)
+    missing, unread, of_the_other = objects.verify(found)
 
-    assert "rank-0-0000.bin (rank 0), tensors base: it is missing" in finding
+    assert "rank-0-0000.bin (rank 0), tensors base: it is missing" in missing
+    assert "rank-0.json (rank 0): the rest could not be read: " in unread
+    assert "Connection timed out" in of_the_other
 
 
 @pytest.mark.parametrize(

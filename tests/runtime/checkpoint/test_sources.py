@@ -399,19 +399,6 @@ def test_where_a_newer_one_is_whole_what_is_damaged_is_only_passed_over(
     assert told_of(sources)[0] == ("checkpoint_passed_over", "local")
 
 
-def test_a_newer_one_of_another_number_of_ranks_is_told_to_be_passed_over(
-    on_disk: tuple[Sources, Path],
-) -> None:
-    sources, path = on_disk
-    save = store.manifest_of(path).save
-    write(path.parent, staged_at(STEP + 1), facts={"epoch": 1, "ranks": 4})
-
-    assert sources.saves() == [(STEP, save, "local")]
-    (told,) = troubles(sources._job)
-    assert (told.kind, told.subject) == ("checkpoint_passed_over", "local")
-    assert f"step {STEP + 1} was saved by 4 ranks and this job has 1" in told.text
-
-
 def test_what_is_pruned_while_it_is_listed_is_no_fault_of_a_disk(
     on_disk: tuple[Sources, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
