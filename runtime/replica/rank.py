@@ -46,7 +46,7 @@ from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
 from runtime.replica.telling import Committed
-from runtime.snapshot import Copying, TooSmall, as_laid_out, digest_of, state_of, touched
+from runtime.snapshot import Copying, TooSmall, state_of, touched
 from runtime.stalls import Stalls
 
 log = logging.getLogger("drydock.replica")
@@ -266,9 +266,7 @@ class Rank:
     def digest(self, *, as_read: bool = False) -> str:
         """Of our part of the state, at an edge; `as_read`: were it laid out as what was read last,
         whatever is trained by now."""
-        if as_read and self._read_as is not None:
-            return digest_of(self.state._whole(), as_laid_out(self._read_as))
-        return self.state.digest(ledger=True)
+        return self.state.digest(ledger=True, laid_out=self._read_as if as_read else None)
 
     @order
     def take(self, step: int, digest: str, donors: list[list[str]]) -> None:

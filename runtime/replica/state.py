@@ -17,7 +17,7 @@ import torch
 
 from runtime.checkpoint.resharding import replaced
 from runtime.data import Batches
-from runtime.image import Staged
+from runtime.image import Staged, Table
 from runtime.ledger import SampleLedger, Summed
 from runtime.replica.division import Division, part_of
 from runtime.replica.optimizers import groups_of, in_words, other_kind
@@ -27,6 +27,7 @@ from runtime.snapshot import (
     Due,
     Mark,
     When,
+    as_laid_out,
     digest_of,
     mark_of,
     room_for,
@@ -262,10 +263,11 @@ class TrainingState:
         """Bytes that `begin_proof` takes."""
         return size_of(self._proof(), self._due())
 
-    def digest(self, *, ledger: bool = False) -> str:
+    def digest(self, *, ledger: bool = False, laid_out: Table | None = None) -> str:
         """Equal for every run that trained the same; with the `ledger`, whose epochs tell of
-        deaths, the digest of a copy."""
-        return digest_of(self._whole() if ledger else self._trained(), self._due())
+        deaths, the digest of a copy: of one that is `laid_out` so, or as we would lay it out."""
+        due = self._due() if laid_out is None else as_laid_out(laid_out)
+        return digest_of(self._whole() if ledger else self._trained(), due)
 
     def load(self, staged: Staged) -> None:
         """Put a copy back. Raises ValueError if it belongs to other data, or to another model or
