@@ -525,41 +525,23 @@ class ObjectStore:
         where nothing else is wrong, OSError, and NotInstalled if some are packed and nothing here
         unpacks them."""
         longest = COMPARED_BYTES if into is None else BLOCK_BYTES
-        cut: dict[str, str] = {}  # by the object: how it is not all there
-        unread: OSError | None = None  # what ended it before all was read
-        wrong: dict[str, list[int]] = {file.name: [] for file in part.files}  # its chunks
-
-        @contextlib.contextmanager
-        def judging(file: DataFile) -> Iterator[None]:
-            """What is wrong with the object as such is noted."""
-            try:
-                yield
-            except FileNotFoundError:
-                cut[file.name] = f"it is missing, {part.stored_of(file)} bytes expected"
-            except EOFError as error:
-                cut[file.name] = str(error)
-            if into is not None and (file.name in cut or wrong[file.name]):
-                raise _Enough
-
-        def demand(file: DataFile, size: float, expected: int) -> None:
-            if size < expected:
-                raise EOFError(f"it ends after {size} of {part.stored_of(file)} bytes")
+        judging = _Judging(part, at_first=into is not None)
 
         def look(file: DataFile, _stopped: threading.Event) -> None:
             """Kinds of stores answer each in its own way who asks for what lies behind the end."""
-            with judging(file):
-                stored = part.stored_of(file)
-                demand(file, self._size(posixpath.join(folder, file.name)), stored)
+            with judging.of(file):
+                size = self._size(posixpath.join(folder, file.name))
+                judging.demand(file, size, part.stored_of(file))
 
         def get(file: DataFile, run: Run, stopped: threading.Event) -> None:
-            with judging(file):
+            with judging.of(file):
                 block = self._piece(posixpath.join(folder, file.name), run, stopped)
                 progress(len(block))
-                demand(file, run.start + len(block), run.end)
+                judging.demand(file, run.start + len(block), run.end)
                 for chunk, stored in part.cut(run, block):
                     data = coding.chunk_in(part, chunk, stored)
                     if data is None:
-                        wrong[file.name].append(chunk)
+                        judging.wrong[file.name].append(chunk)
                     elif into is not None:
                         start = chunk * CHUNK_BYTES
                         into[start : start + len(data)] = data
@@ -567,33 +549,18 @@ class ObjectStore:
         try:
             if into is None:
                 _do_all([partial(look, file) for file in part.files])
-            _do_all(
-                [
-                    partial(get, file, run)
-                    for file in part.files
-                    if file.name not in cut and (coding.is_installed() or not part.packs(file))
-                    for run in part.runs_of(file, longest)
-                ]
-            )
+            unpacks = coding.is_installed()
+            there = [one for one in part.files if one.name not in judging.cut]
+            readable = [one for one in there if unpacks or not part.packs(one)]
+            runs = [(file, run) for file in readable for run in part.runs_of(file, longest)]
+            _do_all([partial(get, *one) for one in runs])
         except _Enough:
             pass
         except OSError as error:
-            if not cut and not any(wrong.values()):
+            if not judging.has_found():
                 raise
-            unread = error
-        findings = []
-        least = "" if into is None and unread is None else "at least "
-        for file in part.files:
-            chunks: Sequence[int] = sorted(wrong[file.name])
-            what = f"{least}{len(chunks)} chunks are not what was saved" if chunks else ""
-            if file.name in cut:
-                chunks, what = chunks_in(file), cut[file.name]
-            if what:
-                names = store.names_in(part, *chunks)
-                findings.append(store.Finding(file.name, part.rank, names, what))
-        if unread is not None:
-            what = f"the rest could not be read: {unread}"
-            findings.append(store.Finding(part.name, part.rank, (), what, not_judged=True))
+            judging.unread = error
+        findings = judging.findings()
         if part.packed and not findings:
             coding.demand(posixpath.join(folder, part.name))
         return findings
@@ -662,6 +629,55 @@ class _Putting:
 
     def _chunk(self, chunk: int) -> memoryview:
         return self._image[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+
+
+class _Judging:
+    """What is found wrong with the objects of a part while they are read, on several threads."""
+
+    def __init__(self, part: Part, *, at_first: bool) -> None:
+        """`at_first`: nothing more is to be read once something is wrong."""
+        self.cut: dict[str, str] = {}  # by the object: how it is not all there
+        #: its chunks that are not what was saved
+        self.wrong: dict[str, list[int]] = {file.name: [] for file in part.files}
+        self.unread: OSError | None = None  # what ended it before all was read
+        self._part = part
+        self._at_first = at_first
+
+    @contextlib.contextmanager
+    def of(self, file: DataFile) -> Iterator[None]:
+        """What is wrong with the object as such is noted. Raises _Enough, OSError."""
+        try:
+            yield
+        except FileNotFoundError:
+            self.cut[file.name] = f"it is missing, {self._part.stored_of(file)} bytes expected"
+        except EOFError as error:
+            self.cut[file.name] = str(error)
+        if self._at_first and (file.name in self.cut or self.wrong[file.name]):
+            raise _Enough
+
+    def demand(self, file: DataFile, size: float, expected: int) -> None:
+        """Raises EOFError."""
+        if size < expected:
+            raise EOFError(f"it ends after {size} of {self._part.stored_of(file)} bytes")
+
+    def has_found(self) -> bool:
+        return bool(self.cut) or any(self.wrong.values())
+
+    def findings(self) -> list[store.Finding]:
+        part, findings = self._part, []
+        least = "at least " if self._at_first or self.unread is not None else ""
+        for file in part.files:
+            chunks: Sequence[int] = sorted(self.wrong[file.name])
+            what = f"{least}{len(chunks)} chunks are not what was saved" if chunks else ""
+            if file.name in self.cut:
+                chunks, what = chunks_in(file), self.cut[file.name]
+            if what:
+                names = store.names_in(part, *chunks)
+                findings.append(store.Finding(file.name, part.rank, names, what))
+        if self.unread is not None:
+            what = f"the rest could not be read: {self.unread}"
+            findings.append(store.Finding(part.name, part.rank, (), what, not_judged=True))
+        return findings
 
 
 class _GivenUp(Exception):
