@@ -222,7 +222,7 @@ def test_a_result_of_another_nodes_command_is_put_aside_and_holds_up_no_other(
     agent: Node,
 ) -> None:
     not_ours = problem(403, "command_of_other_node", "this command was given to another node", "id")
-    agent.plane.refuse = lambda _path, body: {True: not_ours}.get(b"cmd_1" in body)
+    agent.plane.refuse = lambda _path, body: {True: not_ours}.get(b'"cmd_1"' in body)
     agent.plane.send(wire.StopProcess(placement="p-8"), id="cmd_1")
 
     result = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-9")))

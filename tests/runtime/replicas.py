@@ -340,10 +340,17 @@ class Lives:
         owed = zip(began, self.saved, strict=True)
         return [(step, saved) for step, saved in owed if step <= saved]
 
+    def wait_for_workers(self) -> None:
+        """Until this one trains on what several workers of replica 0 have loaded. How many steps it
+        makes before they are up is the machine's affair."""
+        until(lambda: has_workers(self.fleet.steps(0)[self.made[-1] :]), "workers load")
+
     def loaded_by_workers(self) -> int:
-        """How many of them trained on what several workers of replica 0 had loaded; its rows have
-        to be signed."""
+        """How many of them did so; their rows have to be signed."""
         steps = self.fleet.steps(0)
-        of_each = [steps[a:b] for a, b in itertools.pairwise([*self.made, len(steps)])]
-        loaders = [{pid for step in life for pid in step["workers"]} for life in of_each]
-        return sum(len(pids) > 1 for pids in loaders)
+        of_each = itertools.pairwise([*self.made, len(steps)])
+        return sum(has_workers(steps[begin:end]) for begin, end in of_each)
+
+
+def has_workers(steps: list[dict[str, Any]]) -> bool:
+    return len({pid for step in steps for pid in step["workers"]}) > 1

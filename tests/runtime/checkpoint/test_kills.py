@@ -29,7 +29,6 @@ FIRST = 4  # step whose writer is killed
 #: By how much the time in which a kill comes grows if it came before the save was over, and if it
 #: came late: a save takes as long as the machine lets it, and of six kills about one is to be late.
 AIM = (1.02, 0.9)
-LAST = 30  # so many steps more are made undisturbed
 
 
 def newest(folder: Path) -> int:
@@ -139,6 +138,7 @@ def test_a_trainer_killed_after_the_copy_is_saved_all_the_same(tmp_path: Path) -
 def test_a_job_killed_again_and_again_ends_as_one_left_alone(
     make_fleet: Callable[..., Fleet], mode: str, kills: int
 ) -> None:
+    """Every other time at any moment, and else once its workers load."""
     chance = random.Random(kills)  # noqa: S311 - moments, not secrets
     settings = {"rich": True, "data": "dataset", "workers": 2, "signed": True, "mode": mode}
     killed = make_fleet(1, options={**settings, "checkpoint_s": 0.01})
@@ -146,20 +146,21 @@ def test_a_job_killed_again_and_again_ends_as_one_left_alone(
     checkpoints = killed.folder / "state" / "checkpoints"
     lives = Lives(killed)
 
-    for _ in range(kills):
+    for when in itertools.islice(itertools.cycle([lambda: None, lives.wait_for_workers]), kills):
         killed.start_rank(0)
         until(lambda: store.candidates(checkpoints), "a checkpoint")
         saved = store.candidates(checkpoints)[0]
         until(lambda saved=saved: store.candidates(checkpoints)[0] > saved, "it goes on")  # type: ignore[misc]
+        when()
         threading.Event().wait(chance.uniform(0, 0.5))
         killed.kill(0)
         lives.ended()
-    killed.options["steps"] = killed.last(0)["step"] + 1 + LAST
     killed.start_rank(0)
-    alone = make_fleet(1, options={**settings, "steps": killed.options["steps"]})
+    lives.wait_for_workers()
+    killed.stop()
+    alone = make_fleet(1, options={**settings, "steps": killed.last(0)["step"] + 1})
     alone.start()
 
-    assert killed.ranks[0].wait(PATIENCE_S) == 0
     assert alone.ranks[0].wait(PATIENCE_S) == 0
     assert lives.began_too_early() == []
     assert killed.weights() == alone.weights()
