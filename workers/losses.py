@@ -15,8 +15,9 @@ from controlplane.fleet.models import Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal, heard_since
 from controlplane.jobs.choices import OF_ALL_NODES, PlacementState, Tier
+from controlplane.jobs.durability import last_checkpoints
 from controlplane.jobs.models import LEFT, Checkpoint, Interruption, Job, Placement, ProgressSample
-from controlplane.jobs.selectors import last_checkpoints, was_sent_away
+from controlplane.jobs.selectors import was_sent_away
 from workers import recovery, triage
 from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 

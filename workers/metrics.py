@@ -41,8 +41,8 @@ from controlplane.incidents.models import (
     Reservation,
 )
 from controlplane.jobs.choices import JOB_UNFINISHED
+from controlplane.jobs.durability import failing_tiers_of
 from controlplane.jobs.models import Job
-from controlplane.jobs.selectors import failing_tiers_of
 
 log = structlog.get_logger(__name__)
 

@@ -19,7 +19,7 @@ from controlplane.errors import Conflict
 from controlplane.fleet.selectors import may, nodes_for
 from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
-from controlplane.jobs import selectors
+from controlplane.jobs import durability, selectors
 from controlplane.jobs.models import Job
 from controlplane.jobs.views import WINDOWS, window_word
 from controlplane.live import live_page
@@ -119,8 +119,8 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
         may_act = may(request.user, Role.OPERATOR, found.cluster_id)
         asked = whole(request.GET.get("move", ""), MAX_REPLICA) if may_act else None
         node, leaving = request.GET.get("node", ""), request.GET.get("leaving", "")
-        checkpoints = selectors.last_checkpoints(found)
-        troubles = selectors.troubles_of(found)
+        checkpoints = durability.last_checkpoints(found)
+        troubles = durability.troubles_of(found)
         return {
             "live_path": reverse("job", args=[found.pk]),
             "job": found,
@@ -129,9 +129,9 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
             "warm_spares": list(found.held_warm_spares),
             "marks": selectors.marks(found),
             "checkpoint": next(iter(checkpoints), None),
-            "tiers": selectors.tiers_of(found, checkpoints),
+            "tiers": durability.tiers_of(found, checkpoints),
             "checkpoints": checkpoints[:8],
-            "troubles": selectors.told_alike(found, troubles, checkpoints)[:8],
+            "troubles": durability.told_alike(found, troubles, checkpoints)[:8],
             "ledger": selectors.sample_ledger(found),
             "incidents": found.incidents.order_by("-id")[:8],
             "windows": {word: label for word, (label, _) in WINDOWS.items()},

@@ -13,7 +13,7 @@ from controlplane.accounts.models import Actor
 from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Nodes, Spares
 from controlplane.fleet.models import Cluster, Node
 from controlplane.fleet.selectors import nodes_for, racks_for
-from controlplane.jobs import actions, selectors
+from controlplane.jobs import actions, durability, selectors
 from controlplane.jobs.choices import JobState, ReplicaState, Tier
 from controlplane.jobs.models import (
     Checkpoint,
@@ -74,7 +74,7 @@ class Jobs(Resource):
         return selectors.seated(rows)
 
     def context_of(self, rows: Sequence[Job]) -> dict[str, Any]:
-        return {"failing_tiers": selectors.failing_tiers_of(rows)}
+        return {"failing_tiers": durability.failing_tiers_of(rows)}
 
     @verb(detail=False, takes=NewJob, status=HTTPStatus.CREATED)
     def create(self, actor: Actor, cluster: Cluster, order: dict[str, Any]) -> Job:

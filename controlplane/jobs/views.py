@@ -11,7 +11,7 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.views import signed_in
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for
-from controlplane.jobs import selectors
+from controlplane.jobs import durability, selectors
 from controlplane.jobs.choices import JOB_UNFINISHED
 from controlplane.jobs.models import Job
 from controlplane.live import live_page
@@ -70,7 +70,7 @@ def jobs(request: HttpRequest) -> HttpResponseBase:
 
     def context() -> dict[str, Any]:
         page = page_of(found, request.GET, sorts=SORTS)
-        failing = selectors.failing_tiers_of(page.rows)
+        failing = durability.failing_tiers_of(page.rows)
         return {"page": page, "failing": failing, "state": state}
 
     return live_page(request, "jobs/list", clusters_for(request.user), context)

@@ -10,7 +10,8 @@ from django.utils import timezone
 from controlplane.dashboard.templatetags.drydock import coarse, evidence, number, prose, seconds
 from controlplane.fleet.selectors import fleet_of
 from controlplane.incidents.selectors import Ask, ask_of, deeds_of, failures_of, runs_of
-from controlplane.jobs.selectors import last_checkpoints, marks, sample_ledger, tiers_of
+from controlplane.jobs.durability import last_checkpoints, tiers_of
+from controlplane.jobs.selectors import marks, sample_ledger
 from tests.factories import (
     CheckpointFactory,
     FailureFactory,

@@ -15,7 +15,7 @@ from django.utils import timezone
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
-from controlplane.jobs import selectors
+from controlplane.jobs import durability
 from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
 from runtime import client
@@ -77,23 +77,23 @@ def _all_of_it(world: World) -> None:
 
 
 def _troubles(world: World) -> None:
-    selectors.troubles_of(world.job)
+    durability.troubles_of(world.job)
 
 
 def _failing(world: World) -> None:
-    selectors.failing_tiers(world.job, [])
+    durability.failing_tiers(world.job, [])
 
 
 def _failing_of_many(world: World) -> None:
-    selectors.failing_tiers_of([world.job, JobFactory()])
+    durability.failing_tiers_of([world.job, JobFactory()])
 
 
 def _kept_near(world: World) -> None:
-    selectors.kept_near(world.job)
+    durability.kept_near(world.job)
 
 
 def _not_taken(world: World) -> None:
-    selectors.tiers_not_taken(world.job, [CheckpointFactory(job=world.job)])
+    durability.tiers_not_taken(world.job, [CheckpointFactory(job=world.job)])
 
 
 def _verdicts(world: World) -> None:

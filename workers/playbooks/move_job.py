@@ -20,8 +20,8 @@ from controlplane.incidents.models import PlaybookRun
 from controlplane.incidents.moves import AS_WHOLE, SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import OF_ALL_NODES, PlacementState
+from controlplane.jobs.durability import saved_since
 from controlplane.jobs.models import LEFT, Placement
-from controlplane.jobs.selectors import saved_since
 from workers import losses
 from workers.playbooks.base import (
     Ask,

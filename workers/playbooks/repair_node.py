@@ -20,8 +20,8 @@ from controlplane.incidents.choices import Effect
 from controlplane.incidents.models import PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, OF_ALL_NODES, PlacementState
+from controlplane.jobs.durability import saved_since
 from controlplane.jobs.models import Checkpoint, Job, Placement
-from controlplane.jobs.selectors import saved_since
 from workers import guards, triage
 from workers.playbooks import node_steps
 from workers.playbooks.base import (

@@ -13,8 +13,8 @@ from django.utils import timezone
 
 from controlplane.accounts.models import AuditEvent
 from controlplane.health.choices import SignalKind
+from controlplane.jobs.durability import TROUBLES
 from controlplane.jobs.models import Directive, Job, Placement
-from controlplane.jobs.selectors import TROUBLES
 from tests.controlplane.dashboard.world import Fleet
 from tests.factories import (
     CheckpointFactory,

@@ -13,7 +13,7 @@ from django.utils import timezone
 from controlplane.accounts.models import SYSTEM
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from controlplane.jobs import actions, selectors
+from controlplane.jobs import actions, durability, selectors
 from controlplane.jobs.actions import telling
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import (
@@ -317,7 +317,7 @@ def test_a_step_that_is_made_and_saved_again_shows_the_later_save(placement: Pla
     job = placement.replica.job
     digests = dict(Checkpoint.objects.filter(job=job).values_list("step", "digest"))
     assert digests == {20: "second", 30: "given up"}
-    assert selectors.last_checkpoints(job)[0].step == 20
+    assert durability.last_checkpoints(job)[0].step == 20
 
 
 def test_the_curve_of_a_job_that_went_back_runs_forward_in_time(placement: Placement) -> None:
