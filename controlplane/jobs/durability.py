@@ -13,10 +13,8 @@ from django.db.models import (
     CharField,
     DateTimeField,
     DurationField,
-    Exists,
     ExpressionWrapper,
     F,
-    OuterRef,
     QuerySet,
     Value,
     When,
@@ -37,6 +35,7 @@ LAST = 8
 NEVER_WHOLE = ("checkpoint_not_whole", "checkpoint_late")
 #: With the first of these a rank tells that the second is over.
 OVER = {
+    "checkpoint_apart": "checkpoint_not_apart",
     "checkpoint_recovered": "checkpoint_failed",
     "loss_finite_again": "loss_not_finite",
     "stall_over": "stalled",
@@ -209,11 +208,14 @@ def _hangs(told: Signal, job: Job, newest: Checkpoint | None) -> bool:
 
 def kept_near(job: Job) -> str:
     """Why what is saved to peers' memory may be lost with the node that saved it, as a process that
-    runs now has told; "" if none has. Who joins later may keep it elsewhere, which nobody tells."""
-    joined = job.interruptions.exclude(joined=[]).filter(started_at__gt=OuterRef("observed_at"))
-    told = _told_by_present([job]).filter(~Exists(joined), data__kind="checkpoint_not_apart")
-    last = told.order_by("-observed_at").first()
-    return str(last.data["text"]) if last else ""
+    runs now has told and not taken back; "" if none has."""
+    told = _told_by_present([job]).filter(
+        data__kind__in=("checkpoint_not_apart", "checkpoint_apart")
+    )
+    whom = ("placement_id", "data__rank")
+    last = told.order_by(*whom, "-recorded_at", "-observed_at").distinct(*whom)
+    near = [one for one in last if one.data["kind"] == "checkpoint_not_apart"]
+    return str(near[-1].data["text"]) if near else ""
 
 
 def tiers_not_taken(job: Job, checkpoints: list[Checkpoint]) -> dict[str, str]:

@@ -116,11 +116,15 @@ class Checkpointer:
     def _note_keeper(self) -> None:
         """Another keeps what we save, perhaps."""
         keeper, domain = self.delivery.keepers.keeper, self.job.domain
-        near = keeper is not None and keeper.domain == domain
-        if near and not self._near:
+        if keeper is None or (near := keeper.domain == domain) == self._near:
+            return
+        self._near = near
+        if near:
             text = f"no member is on another node than {domain}: its memory is lost with it"
             self.job.trouble("checkpoint_not_apart", text)
-        self._near = near
+        else:
+            text = f"{keeper.domain} keeps in memory what {domain} saves there"
+            self.job.trouble("checkpoint_apart", text)
 
     # --- saving ---------------------------------------------------------------------------------
 

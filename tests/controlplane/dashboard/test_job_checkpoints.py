@@ -18,7 +18,6 @@ from controlplane.jobs.models import Directive, Job, Placement
 from tests.controlplane.dashboard.world import Fleet
 from tests.factories import (
     CheckpointFactory,
-    InterruptionFactory,
     JobFactory,
     PlacementFactory,
     ReplicaFactory,
@@ -376,21 +375,26 @@ def of_peers(client: Client, job: Job) -> str:
     return page(client, job).split('data-tier="peer"')[1].split("</tr>")[0]
 
 
-@pytest.mark.parametrize(
-    ("joined", "ago_s", "near"), [([11], 20, False), ([11], 40, True), ([], 20, True)]
-)
-def test_what_lies_in_the_own_node_s_memory_is_not_called_verified_until_somebody_joins(
-    operator: Client, job: Job, kept_near: Placement, joined: list[int], ago_s: int, near: bool
+def test_what_lies_in_the_own_node_s_memory_is_not_called_verified_until_it_is_taken_back(
+    operator: Client, job: Job, kept_near: Placement
 ) -> None:
     before = of_peers(operator, job)
-    began = timezone.now() - timedelta(seconds=ago_s)
-    InterruptionFactory(job=job, joined=joined, started_at=began)
+    told(job, "checkpoint_apart", 10, ago_s=5, placement=kept_near, tier="")
     after = of_peers(operator, job)
 
     assert "not on another node" in before
     assert "verified" not in before
-    assert ("not on another node" in after) == near
-    assert ("verified" in after) != near
+    assert "not on another node" not in after
+    assert "verified" in after
+
+
+def test_who_saves_to_another_node_takes_back_nothing_that_another_told(
+    operator: Client, job: Job, kept_near: Placement
+) -> None:
+    other = PlacementFactory(replica=ReplicaFactory(job=job, index=11))
+    told(job, "checkpoint_apart", 11, ago_s=5, placement=other, tier="")
+
+    assert "not on another node" in of_peers(operator, job)
 
 
 def test_what_a_process_that_is_gone_said_of_that_counts_no_more(

@@ -39,6 +39,22 @@ def test_two_replicas_that_one_holder_keeps_have_one_name_for_each_state(tmp_pat
     os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
 
 
+def test_that_the_own_node_alone_keeps_it_is_told_once_and_taken_back_once(tmp_path: Path) -> None:
+    one = OneRank(tmp_path, holder=True)
+    near = {"address": "127.0.0.1:1", "domain": "here"}
+    away = {"address": "127.0.0.1:2", "domain": "there"}
+    members = [
+        {"replica": k, "placement": f"p{k}", "holders": [place]}
+        for k, place in enumerate((near, away))
+    ]
+
+    for present in (members[:1], members[:1], members, members):
+        one.saver.meet(present, 0)
+
+    assert one.told.troubles() == ["checkpoint_not_apart", "checkpoint_apart"]
+    one.saver.finish()
+
+
 def held_elsewhere(tmp_path: Path) -> tuple[OneRank, OneRank, str]:
     """Ours, which has nothing, and one whose step 7 its own node's holder has, at that address."""
     ours, theirs = (OneRank(tmp_path / name, holder=True) for name in ("ours", "theirs"))
