@@ -57,10 +57,16 @@ def operator_page(
     page.get_by_role("button", name="Sign in").click()
     expect(page).to_have_url(url + "/")
     page.wait_for_load_state("load")  # keys pressed before its scripts ran would be lost
+    await_drawn(page)
     yield page
     context.close()
     _await_answers()
     assert [trouble for trouble in troubles if not re.search(expected, trouble)] == []
+
+
+def await_drawn(page: Page) -> None:
+    """Keys that are pressed before that Chromium drops."""
+    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)))")
 
 
 def _await_answers() -> None:

@@ -63,9 +63,11 @@ def _path_of(address: str) -> str:
 class LoginForm(AuthenticationForm):
     """Django's, behind the throttle."""
 
+    #: Who is switched off hears what whoever guesses hears: Django does not tell them apart.
     error_messages = {
-        "invalid_login": "That name and password do not match. Both are case-sensitive.",
-        "inactive": "This account is switched off. Ask an administrator.",
+        **AuthenticationForm.error_messages,
+        "invalid_login": "That name and password do not match an account that is switched on."
+        " Both are case-sensitive.",
     }
 
     def clean(self) -> dict[str, Any]:

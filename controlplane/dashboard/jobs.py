@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from django.http import HttpRequest, HttpResponse
+from django.http import HttpRequest, HttpResponse, QueryDict
 from django.urls import reverse
 from django.views.decorators.http import require_POST
 
@@ -114,15 +114,27 @@ def _node(request: HttpRequest, found: Job, node_id: str) -> str:
     return node_id
 
 
+def _query(request: HttpRequest) -> QueryDict:
+    """What the address asks for; below a move that was refused it asks for that one."""
+    query = request.GET.copy()
+    for name, field in {"move": "replica", "node": "node", "leaving": "leaving"}.items():
+        if typed := request.POST.get(field):
+            query[name] = typed
+    return query
+
+
 def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
     def context() -> dict[str, Any]:
         may_act = may(request.user, Role.OPERATOR, found.cluster_id)
-        asked = whole(request.GET.get("move", ""), MAX_REPLICA) if may_act else None
-        node, leaving = request.GET.get("node", ""), request.GET.get("leaving", "")
+        query = _query(request)
+        asked = whole(query.get("move", ""), MAX_REPLICA) if may_act else None
+        node, leaving = query.get("node", ""), query.get("leaving", "")
         checkpoints = durability.last_checkpoints(found)
         troubles = durability.troubles_of(found)
         return {
             "live_path": reverse("job", args=[found.pk]),
+            "live_query": query,
+            "typed": request.POST,
             "job": found,
             "commit_late_after_s": selectors.commit_late_after_s(found),
             "seats": selectors.seats(found),

@@ -285,7 +285,6 @@ def _page(request: HttpRequest, found: Node, status: int = 200) -> HttpResponse:
             "reachable": found.reachable,
             "standing": selectors.standing_of(found),
             "cards": cards,
-            "first_faulty": next((card.gpu.index for card in cards if card.faults), None),
             "own_faults": own,
             "health": selectors.health_of(cards, own),
             "work": selectors.work_of(found),

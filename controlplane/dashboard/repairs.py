@@ -162,6 +162,7 @@ def _page(request: HttpRequest, found: RmaCase, status: int = 200) -> HttpRespon
         return {
             "live_path": reverse("rma-case", args=[found.id]),
             "case": found,
+            "typed": request.POST,
             "may_act": may(request.user, Role.OPERATOR, found.cluster_id),
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -94,7 +94,7 @@ def create(request: HttpRequest) -> HttpResponse:
             ttl_s=_days(request.POST.get("days", "")) * 86_400,
         )
     except Conflict as conflict:
-        return _refused(request, conflict)
+        return _refused(request, conflict, form="create")
     return _page(request, made=token, text=text)
 
 
@@ -115,13 +115,19 @@ def revoke(request: HttpRequest, token_id: str) -> HttpResponse:
 # --- helpers --------------------------------------------------------------------------------------
 
 
-def _refused(request: HttpRequest, conflict: Conflict) -> HttpResponse:
+def _refused(request: HttpRequest, conflict: Conflict, *, form: str = "") -> HttpResponse:
+    """The page with what was refused, where `form` holds what was typed in it."""
     messages.error(request, conflict.detail)
-    return _page(request, status=409)
+    return _page(request, refused={form: request.POST}, status=409)
 
 
 def _page(
-    request: HttpRequest, *, made: ApiToken | None = None, text: str = "", status: int = 200
+    request: HttpRequest,
+    *,
+    made: ApiToken | None = None,
+    text: str = "",
+    refused: Mapping[str, Mapping[str, str]] | None = None,
+    status: int = 200,
 ) -> HttpResponse:
     user = _owner(request)
     # What is live can be revoked here, so all of it is shown; what is not is history.
@@ -136,6 +142,7 @@ def _page(
         "cut_at": SHOWN if len(past) > SHOWN else None,
         "made": made,
         "text": text,
+        "refused": refused or {},
         "public_url": settings.PUBLIC_URL.rstrip("/"),
         "scopes": roles.roles_held(user),
         "clusters": clusters_for(user),

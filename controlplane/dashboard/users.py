@@ -7,7 +7,7 @@ give them new passwords.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from django.contrib import messages
 from django.core.exceptions import PermissionDenied
@@ -74,7 +74,7 @@ def create(request: HttpRequest) -> HttpResponse:
     try:
         user = deed(actor_of(request))
     except Conflict as conflict:
-        return _refused(request, conflict)
+        return _refused(request, conflict, form="create")
     return _page(request, chosen_id=user.pk, password=password)
 
 
@@ -119,14 +119,14 @@ def grant(request: HttpRequest) -> HttpResponse:
     role = request.POST.get("role", "")
     if user is None:
         unknown = Conflict(f"There is no user {username!r}. A superuser creates people.")
-        return _refused(request, unknown)
+        return _refused(request, unknown, form="grant")
     if role not in Role.values:
-        return _refused(request, Conflict("Choose one of the roles."), user.pk)
+        return _refused(request, Conflict("Choose one of the roles."), user.pk, form="grant")
 
     def deed(actor: Actor) -> object:
         return actions.grant_role(actor, user, Role(role), cluster_id, reason=reason_of(request))
 
-    return _act(request, user, deed)
+    return _act(request, user, deed, form="grant")
 
 
 @require_POST
@@ -146,21 +146,31 @@ def revoke(request: HttpRequest, user_id: int) -> HttpResponse:
 # --- helpers --------------------------------------------------------------------------------------
 
 
-def _act(request: HttpRequest, user: User, deed: Callable[[Actor], object]) -> HttpResponse:
+def _act(
+    request: HttpRequest, user: User, deed: Callable[[Actor], object], *, form: str = ""
+) -> HttpResponse:
     try:
         deed(actor_of(request))
     except Conflict as conflict:
-        return _refused(request, conflict, user.pk)
+        return _refused(request, conflict, user.pk, form=form)
     return HttpResponseRedirect(f"{reverse('users')}?user={user.pk}")
 
 
-def _refused(request: HttpRequest, conflict: Conflict, user_id: int | None = None) -> HttpResponse:
+def _refused(
+    request: HttpRequest, conflict: Conflict, user_id: int | None = None, *, form: str = ""
+) -> HttpResponse:
+    """The page with what was refused, where `form` holds what was typed in it."""
     messages.error(request, conflict.detail)
-    return _page(request, chosen_id=user_id, status=409)
+    return _page(request, chosen_id=user_id, refused={form: request.POST}, status=409)
 
 
 def _page(
-    request: HttpRequest, *, chosen_id: int | None = None, password: str = "", status: int = 200
+    request: HttpRequest,
+    *,
+    chosen_id: int | None = None,
+    password: str = "",
+    refused: Mapping[str, Mapping[str, str]] | None = None,
+    status: int = 200,
 ) -> HttpResponse:
     asker = _asker(request)
     people = _found(request)
@@ -176,6 +186,7 @@ def _page(
         "q": request.GET.get("q", "").strip(),
         "chosen": roles.people_for(asker).filter(pk=chosen_id).first() if chosen_id else None,
         "password": password,
+        "refused": refused or {},
         "clusters": roles.administered(asker),
         "roles": Role,
         "superuser": is_superuser(asker),

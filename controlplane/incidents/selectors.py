@@ -117,7 +117,7 @@ def resolved_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[Incident
 
 def runs_needing_operator_for(user: User | AnonymousUser) -> QuerySet[PlaybookRun]:
     """Runs that wait for a person and that no unresolved incident tells, the longest wait first."""
-    runs = PlaybookRun.objects.filter(cluster__in=clusters_for(user), state=RunState.NEEDS_OPERATOR)
+    runs = PlaybookRun.objects.filter(cluster__in=clusters_for(user), state__in=RUN_STOPPED)
     return (
         _unsigned(runs)
         .exclude(incident__state__in=INCIDENT_UNRESOLVED)

@@ -6,6 +6,7 @@
 (() => {
   const received = new Map(); // region id -> its content as the server last sent it
   const toggled = new Map(); // details key -> whether the reader wants it open
+  const REFUSED = "[data-draft=refused]";
   const beacon = document.getElementById("beacon");
   // By the server's clock, as all times of the page.
   let shownAt = new Date(1000 * document.body.dataset.now); // nothing later is missing
@@ -28,6 +29,11 @@
 
   for (const region of document.querySelectorAll("[data-region]")) {
     received.set(region.id, newsOf(region.outerHTML));
+  }
+
+  // What came back refused is before its reader's eyes, and stays so.
+  for (const details of document.querySelectorAll(`details[data-key]:has(${REFUSED})`)) {
+    toggled.set(details.dataset.key, true);
   }
 
   document.addEventListener("click", (event) => {
@@ -102,11 +108,12 @@
       const wanted = toggled.get(details.dataset.key);
       if (wanted !== undefined) details.open = wanted;
     }
+    // A field or a list that the reader has not touched follows the server.
     for (const field of old.querySelectorAll("input[type=text][id], textarea[id]")) {
       const twin = fresh.querySelector(`#${CSS.escape(field.id)}`);
-      if (twin) twin.value = field.value;
+      const isTyped = field.value !== field.defaultValue || field.closest(REFUSED);
+      if (twin && isTyped) twin.value = field.value;
     }
-    // A list that the reader has not touched follows the server.
     for (const list of old.querySelectorAll("select[id]")) {
       const given = [...list.options].find((one) => one.defaultSelected) ?? list.options[0];
       const twin = fresh.querySelector(`#${CSS.escape(list.id)}`);
@@ -184,6 +191,7 @@
   for (const name of ["htmx:sendError", "htmx:responseError", "htmx:timeout"]) {
     document.addEventListener(name, (event) => {
       if (isPoll(event)) tell("stale", `Stale since ${utc(shownAt)} UTC`);
+      if (event.detail.elt?.id === "automation") forget(event.detail.elt);
     });
   }
   if (beacon && !document.getElementById("live-poll")) beacon.hidden = true;
@@ -194,5 +202,14 @@
     beacon.title = "";
     const text = beacon.querySelector(".beacon-text");
     if (text.textContent !== words) text.textContent = words;
+  }
+
+  // What automation does is not known while nobody answers for it.
+  function forget(automation) {
+    automation.className = "automation automation--quiet";
+    automation.removeAttribute("title");
+    const sign = automation.querySelector("use");
+    sign.setAttribute("href", sign.getAttribute("href").replace(/#.*/, "#quiet"));
+    automation.lastChild.textContent = "Automation unknown";
   }
 })();

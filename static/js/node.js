@@ -21,7 +21,7 @@ const table = document.getElementById("readings-table");
 const picker = document.getElementById("readings-cards");
 const every = { "10m": 5000, "1h": 15000, "1d": 60000 }[box.dataset.window];
 let told = null;
-let chosen = null; // a card's index
+let chosen = faulty()[0] ?? null; // a card's index
 let moment = null; // index of the time under the crosshair
 
 async function update() {
@@ -29,8 +29,29 @@ async function update() {
   const { news } = await ask(`${box.dataset.url}?${query}`);
   if (!news) return;
   told = news;
+  offer();
   tell();
   draw();
+}
+
+/** The cards that have an open fault, as the table of cards tells, which is live. */
+function faulty() {
+  return [...document.querySelectorAll("#node-cards tr.row--bad")].map(({ dataset }) => Number(dataset.card));
+}
+
+// Buttons are made anew only where cards came or went: one of them may be in use.
+function offer() {
+  const cards = told.cards.map(({ index }) => index);
+  const offered = [...picker.children].map(({ dataset }) => Number(dataset.card));
+  if (String(cards) === String(offered)) return;
+  if (!cards.includes(chosen)) chosen = null;
+  picker.replaceChildren(...cards.map((card) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.dataset.card = card;
+    button.textContent = `GPU ${card}`;
+    return button;
+  }));
 }
 
 // The table of cards is sent anew when something changes; readings are no change.
@@ -208,8 +229,11 @@ function pick() {
   for (const line of box.querySelectorAll(".r-line")) {
     line.classList.toggle("r-line--chosen", Number(line.dataset.card) === chosen);
   }
-  for (const button of picker.querySelectorAll("button")) {
-    button.setAttribute("aria-pressed", String(Number(button.dataset.card) === chosen));
+  const bad = faulty();
+  for (const button of picker.children) {
+    const card = Number(button.dataset.card);
+    button.setAttribute("aria-pressed", String(card === chosen));
+    button.classList.toggle("picker--bad", bad.includes(card));
   }
 }
 
@@ -235,7 +259,7 @@ function fill() {
 
 picker.addEventListener("click", (event) => {
   const button = event.target.closest("button");
-  if (!button || !told) return;
+  if (!button) return;
   const card = Number(button.dataset.card);
   chosen = chosen === card ? null : card;
   pick();
@@ -249,5 +273,5 @@ new ResizeObserver(() => {
   before = box.clientWidth;
   draw();
 }).observe(box);
-if (picker.dataset.faulty) chosen = Number(picker.dataset.faulty);
+document.addEventListener("htmx:afterSettle", pick);
 keepAsking(update, every);

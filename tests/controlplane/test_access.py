@@ -203,6 +203,17 @@ def test_a_wrong_password_says_so_and_nothing_more(ada: User) -> None:
     assert "do not match" in unknown.content.decode()
 
 
+def test_who_is_switched_off_is_not_told_that_the_password_is_wrong() -> None:
+    gone = UserFactory(username="gone", is_active=False)
+
+    right = Client().post(reverse("login"), {"username": gone.username, "password": PASSWORD})
+    wrong = Client().post(reverse("login"), {"username": gone.username, "password": "wrong"})
+
+    told = "do not match an account that is switched on"
+    assert [told in answer.content.decode() for answer in (right, wrong)] == [True, True]
+    assert "_auth_user_id" not in right.wsgi_request.session
+
+
 def test_after_ten_failures_even_the_right_password_waits() -> None:
     victim = UserFactory(username="much-guessed")
     for _ in range(10):

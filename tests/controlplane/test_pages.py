@@ -214,6 +214,20 @@ def test_what_waits_for_a_person_comes_with_its_reason(viewer: Client, incident:
     assert 'data-waiting="1"' in page
 
 
+def test_what_a_person_paused_waits_for_one_also_without_an_incident(
+    viewer: Client, cluster: Cluster
+) -> None:
+    told = {"state": "paused", "state_reason": "wait for Ada"}
+    PlaybookRunFactory(incident=None, cluster=cluster, title="Drain node-01", **told)
+
+    page = viewer.get(reverse("overview")).content.decode()
+
+    assert 'data-waiting="1"' in page
+    assert "Drain node-01" in page
+    assert "Paused by a person: wait for Ada." in page
+    assert "Nothing needs you" not in page
+
+
 def test_what_automation_has_in_hand_does_not_ask_for_anybody(
     viewer: Client, incident: Incident
 ) -> None:
@@ -544,6 +558,18 @@ def test_the_key_times_count_from_the_fault(viewer: Client, incident: Incident) 
     assert "+0.31 s" in page
     assert "+38.2 s" in page
     assert re.search(r'data-testid="moment-resolved".*?not yet', page, re.DOTALL)
+
+
+def test_what_came_before_the_fault_by_a_clock_that_is_ahead_is_told_so(
+    viewer: Client, incident: Incident
+) -> None:
+    Incident.objects.filter(pk=incident.pk).update(
+        opened_at=incident.occurred_at - timedelta(milliseconds=84)
+    )
+
+    page = viewer.get(reverse("incident", args=[incident.id])).content.decode()
+
+    assert '<span class="moment-after">\N{MINUS SIGN}84 ms</span>' in page
 
 
 def test_the_longest_gap_is_the_jobs_own(viewer: Client, incident: Incident, job: Job) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from django.utils import timezone
 
-from controlplane.dashboard.templatetags.drydock import coarse, evidence, number, prose, seconds
+from controlplane.dashboard.templatetags.drydock import (
+    clock,
+    clock_ms,
+    coarse,
+    evidence,
+    number,
+    offset,
+    prose,
+    seconds,
+)
 from controlplane.fleet.selectors import fleet_of
 from controlplane.incidents.selectors import Ask, ask_of, deeds_of, failures_of, runs_of
 from controlplane.jobs.durability import last_checkpoints, tiers_of
@@ -174,10 +183,39 @@ def test_a_spare_that_is_not_heard_is_not_ready() -> None:
         (59.97, "1 m 00 s"),
         (184.0, "3 m 04 s"),
         (7500.0, "2 h 05 m"),
+        (-0.0001, "0 s"),
+        (-0.084, "\N{MINUS SIGN}84 ms"),
+        (-184.0, "\N{MINUS SIGN}3 m 04 s"),
     ],
 )
 def test_durations_are_told_as_precisely_as_they_matter(value: float, told: str) -> None:
     assert seconds(value) == told
+
+
+@pytest.mark.parametrize(
+    ("after_s", "told"), [(0.31, "+0.31 s"), (0.0, "+0 s"), (-90.0, "\N{MINUS SIGN}1 m 30 s")]
+)
+def test_how_long_after_something_is_told_with_its_sign(after_s: float, told: str) -> None:
+    start = timezone.now()
+
+    assert f">{told}<" in offset(start + timedelta(seconds=after_s), start)
+
+
+@pytest.mark.parametrize(
+    ("moment", "told"),
+    [
+        (datetime(2032, 3, 1, 0, 10, 7, tzinfo=UTC), "00:10:07"),
+        (datetime(2032, 2, 29, 23, 30, tzinfo=UTC), "29 Feb, 23:30:00"),
+        (datetime.fromisoformat("2032-03-02T01:00:00+02:00"), "23:00:00"),
+    ],
+)
+def test_a_moment_of_another_day_is_told_with_its_day(
+    moment: datetime, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timezone, "now", lambda: datetime(2032, 3, 1, 0, 30, tzinfo=UTC))
+
+    assert f">{told}<" in clock(moment)
+    assert f">{told}.000<" in clock_ms(moment)
 
 
 @pytest.mark.parametrize(

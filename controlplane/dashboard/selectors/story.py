@@ -138,9 +138,7 @@ def _told(event: AuditEvent) -> str:
     if event.verb == "node.transition":
         words = f"{_state(event.before)} → {_state(event.after)}"
     elif event.verb == "node.hold":
-        return (
-            f"Hold: {event.after['hold_reason']}" if event.after.get("hold_reason") else "Released"
-        )
+        words = "Hold" if event.after.get("hold_reason") else "Released"
     elif event.verb == "node.reset_pending":
         pending = event.after.get("reset_pending")
         return f"Reset pending: {pending}" if pending else "Pending reset is done"

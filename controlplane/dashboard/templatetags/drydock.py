@@ -13,7 +13,7 @@ from django import template
 from django.template.context import Context
 from django.templatetags.static import static
 from django.urls import NoReverseMatch, reverse
-from django.utils import timezone
+from django.utils import dateformat, timezone
 from django.utils.html import conditional_escape, format_html, format_html_join
 from django.utils.safestring import SafeString, mark_safe
 
@@ -46,7 +46,7 @@ def since(moment: datetime | None) -> SafeString:
 
 @register.filter
 def clock(moment: datetime | None) -> SafeString:
-    """“03:12:07” in UTC, with the date on hover."""
+    """“03:12:07” in UTC, behind its day where that is not today, with the date on hover."""
     if moment is None:
         return NOTHING
     utc = moment.astimezone(UTC)
@@ -55,7 +55,7 @@ def clock(moment: datetime | None) -> SafeString:
 
 @register.filter
 def clock_ms(moment: datetime | None) -> SafeString:
-    """“03:12:07.518” in UTC, with the date on hover."""
+    """“03:12:07.518” in UTC; see `clock` of its day."""
     if moment is None:
         return NOTHING
     utc = moment.astimezone(UTC)
@@ -63,23 +63,22 @@ def clock_ms(moment: datetime | None) -> SafeString:
 
 
 def _plain(utc: datetime, words: str) -> SafeString:
+    day = "" if utc.date() == timezone.now().date() else dateformat.format(utc, "j M, ")
     return format_html(
-        '<time datetime="{}" title="{}">{}</time>', utc.isoformat(), _exact(utc), words
+        '<time datetime="{}" title="{}">{}{}</time>', utc.isoformat(), _exact(utc), day, words
     )
 
 
 @register.filter
 def offset(moment: datetime, start: datetime) -> SafeString:
     """“+0.31 s”: how long after `start`, with the exact time on hover."""
-    delta = (moment - start).total_seconds()
     utc = moment.astimezone(UTC)
     return format_html(
-        '<time class="offset" datetime="{}" data-time="{}" title="{}">{}{}</time>',
+        '<time class="offset" datetime="{}" data-time="{}" title="{}">{}</time>',
         utc.isoformat(),
         utc.timestamp(),
         _exact(utc),
-        "\N{MINUS SIGN}" if delta < 0 else "+",
-        seconds(abs(delta)),
+        signed((moment - start).total_seconds()),
     )
 
 
@@ -116,19 +115,26 @@ def seconds(value: float | None) -> str | SafeString:
     """A measured duration: “84 ms”, “0.31 s”, “12.4 s”, “3 m 04 s”, “2 h 05 m”."""
     if value is None:
         return NOTHING
-    size = abs(value)
-    if size < 0.0005:
+    if value <= -0.0005:
+        return f"\N{MINUS SIGN}{seconds(-value)}"
+    if value < 0.0005:
         return "0 s"
-    if size < 0.0995:
+    if value < 0.0995:
         return f"{value * 1000:.0f} ms"
-    if size < 9.995:
+    if value < 9.995:
         return f"{value:.2f} s"
-    if size < 59.95:
+    if value < 59.95:
         return f"{value:.1f} s"
-    whole = round(size)
+    whole = round(value)
     if whole < 3600:
         return f"{whole // 60} m {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} m"
+
+
+@register.filter
+def signed(value: float) -> str:
+    """“+0.31 s”: how long after something; before it with a minus."""
+    return f"{'' if value < 0 else '+'}{seconds(value)}"
 
 
 @register.filter

@@ -173,6 +173,7 @@ def incident_page(
             "live_path": reverse("incident", args=[found.id]),
             "incident": found,
             "unsaved": unsaved,
+            "typed": request.POST,
             "runs": runs,
             "ask": selectors.ask_of(found, runs),
             "deeds": selectors.deeds_of(runs),

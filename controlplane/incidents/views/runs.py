@@ -89,6 +89,7 @@ def run_page(request: HttpRequest, found: PlaybookRun, status: int = 200) -> Htt
         return {
             "live_path": reverse("run", args=[found.id]),
             "run": found,
+            "typed": request.POST,
             "runs": [found],
             "requested_by": selectors.requester_of(found),
             "may_act": may(request.user, Role.OPERATOR, found.cluster_id),

@@ -5,7 +5,7 @@ Imports of ours stand inside the fixtures: pytest reads this file before Django 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,12 +15,6 @@ if TYPE_CHECKING:
     from controlplane.health.models import NodeSample
 
     from .world import Fleet
-
-
-@pytest.fixture(autouse=True)
-def no_lease_runs_out(settings: Any) -> None:
-    """Nothing beats here, however long a test takes."""
-    settings.LEASE_S = 600
 
 
 @pytest.fixture

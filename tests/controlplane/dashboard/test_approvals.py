@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from django.test import Client
 from django.urls import reverse
 
 from controlplane.incidents.models import Approval, Incident, PlaybookRun, PlaybookStep
-from tests.controlplane.dashboard.world import Fleet
+from tests.controlplane.dashboard.world import Fleet, hidden_of, reasons_in
 from tests.factories import ApprovalFactory, PlaybookRunFactory, PlaybookStepFactory
 
 
@@ -88,6 +89,20 @@ def test_a_plan_that_has_changed_meanwhile_is_not_signed(
     assert approval.state == "waiting"
 
 
+def test_the_reason_for_a_plan_outlives_its_change(
+    operator: Client, fleet: Fleet, approval: Approval
+) -> None:
+    page = operator.get(reverse("incident", args=[fleet.incident.id])).content.decode()
+    field = f"approval-{approval.id}"
+    form = hidden_of(page, field) | {"reason": "the card is <dead>"}
+    Approval.objects.filter(pk=approval.pk).update(digest="e" * 64)
+
+    refused = operator.post(reverse("approval-approve", args=[approval.id]), form)
+
+    assert refused.status_code == 409
+    assert reasons_in(refused.content.decode()) == {field: "the card is &lt;dead&gt;"}
+
+
 def test_a_plan_is_rejected(operator: Client, approval: Approval) -> None:
     operator.post(reverse("approval-reject", args=[approval.id]), {"reason": "not tonight"})
 
@@ -117,6 +132,51 @@ def test_a_run_is_paused_and_goes_on(operator: Client, fleet: Fleet) -> None:
     assert PlaybookRun.objects.get(pk=fleet.run.pk).state == "running"
 
 
+@pytest.mark.parametrize("incident", [True, False], ids=["on its incident's page", "on its own"])
+def test_what_was_typed_for_a_run_that_somebody_else_paused_stands_there(
+    incident: bool, operator: Client, fleet: Fleet
+) -> None:
+    runs = PlaybookRun.objects.filter(pk=fleet.run.pk)
+    runs.update(incident=fleet.incident if incident else None)
+    page = operator.get(reverse("run", args=[fleet.run.id])).content.decode()
+    field = f"deed-{fleet.run.id}"
+    form = hidden_of(page, field) | {"reason": "wait for Ada"}
+    runs.update(state="paused")
+
+    refused = operator.post(reverse("run-pause", args=[fleet.run.id]), form)
+
+    page = refused.content.decode()
+    assert refused.status_code == 409
+    assert reasons_in(page) == {field: "wait for Ada"}
+    assert re.search(r'<details class="run-deeds"[^>]* open>', page)
+
+
+@pytest.mark.parametrize(
+    ("path", "state", "route", "field"),
+    [
+        ("incident", "needs_operator", "run-retry", "run-reason-"),
+        ("incident", "needs_operator", "run-cancel", "run-reason-"),
+        ("incident", "paused", "run-resume", "resume-reason-"),
+        ("run", "needs_operator", "run-retry", "run-reason"),
+    ],
+)
+def test_a_reason_that_was_refused_stands_in_the_form_that_it_was_typed_in(
+    path: str, state: str, route: str, field: str, operator: Client, fleet: Fleet
+) -> None:
+    at = {"incident": fleet.incident, "run": None}[path]
+    PlaybookRun.objects.filter(pk=fleet.run.pk).update(state=state, incident=at)
+    home = {"incident": fleet.incident.id, "run": fleet.run.id}[path]
+    page = operator.get(reverse(path, args=[home])).content.decode()
+    [asked] = re.findall(rf'<input id="({field}[^"]*)" name="reason"', page)
+
+    refused = operator.post(
+        reverse(route, args=[fleet.run.id]), hidden_of(page, asked) | {"reason": "  "}
+    )
+
+    assert refused.status_code == 409
+    assert reasons_in(refused.content.decode()) == {asked: "  "}
+
+
 def test_a_run_without_an_incident_has_a_page_of_its_own(operator: Client, fleet: Fleet) -> None:
     run = PlaybookRunFactory(
         incident=None, cluster=fleet.cluster, node=fleet.node, state="needs_operator"
@@ -143,6 +203,19 @@ def test_an_incident_is_resolved_by_hand_once_nothing_is_at_work(
 
     assert too_early.status_code == 409
     assert Incident.objects.get(pk=fleet.incident.pk).state == "resolved"
+
+
+def test_where_a_reason_to_resolve_was_refused_its_form_is_open(
+    operator: Client, fleet: Fleet
+) -> None:
+    PlaybookRun.objects.filter(pk=fleet.run.pk).update(state="cancelled")
+    page = operator.get(reverse("incident", args=[fleet.incident.id])).content.decode()
+    form = hidden_of(page, "resolve-reason") | {"reason": " "}
+
+    refused = operator.post(reverse("incident-resolve", args=[fleet.incident.id]), form)
+
+    assert refused.status_code == 409
+    assert re.search(r'<details[^>]* data-key="resolve" open>', refused.content.decode())
 
 
 def test_the_loss_is_priced_by_its_parts(viewer: Client, fleet: Fleet) -> None:

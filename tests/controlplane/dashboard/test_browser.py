@@ -12,16 +12,17 @@ from django.conf import settings
 from django.db.models import F
 from django.utils import timezone
 from playwright.sync_api import APIResponse, Browser, Page, Route, expect
+from pytest_django import Settings
 from pytest_django.live_server_helper import LiveServer
 
 from controlplane.dashboard.selectors.overview import KEEPER_ALIVE_KEY
 from controlplane.fleet.models import Cluster, Node
 from controlplane.health.models import NodeSample
-from controlplane.incidents.models import Approval, PlaybookRun
+from controlplane.incidents.models import Approval, Incident, PlaybookRun
 from controlplane.jobs.models import Job
-from tests.browser import LIVE_MS, operator_page
+from tests.browser import LIVE_MS, await_drawn, operator_page
 from tests.controlplane.dashboard.world import RAW, Fleet, one_fleet, ten_samples
-from tests.factories import ApprovalFactory, NodeFactory, PlaybookFactory
+from tests.factories import ApprovalFactory, GpuFactory, NodeFactory, PlaybookFactory
 
 pytestmark = [
     pytest.mark.browser,
@@ -52,7 +53,8 @@ def fleet(transactional_db: None) -> Fleet:
 
 
 @pytest.fixture
-def samples(fleet: Fleet) -> list[NodeSample]:
+def samples(fleet: Fleet, settings: Settings) -> list[NodeSample]:
+    settings.SAMPLE_INTERVAL_S = 60  # so long that no slow page finds them old
     return ten_samples(fleet)
 
 
@@ -71,6 +73,7 @@ def _changed(fleet: Fleet) -> None:
 
 def test_the_keyboard_reaches_each_card_and_opens_its_node(page: Page, fleet: Fleet) -> None:
     page.goto(f"/clusters/{fleet.cluster.id}")
+    await_drawn(page)
     told = page.get_by_test_id("map-read")
     page.get_by_test_id("map").focus()
     expect(told).to_contain_text("alpha-01 GPU 0")
@@ -215,6 +218,25 @@ def test_what_was_typed_outlives_what_changes_meanwhile(page: Page, fleet: Fleet
     expect(page.locator("#order-reason")).to_have_value("fan rattles")
 
 
+def test_what_was_refused_outlives_what_changes_meanwhile(
+    browser: Browser, live_server: LiveServer, fleet: Fleet
+) -> None:
+    refusal = "status of 409"
+    with operator_page(browser, live_server.url, fleet.cluster, expected=refusal) as page:
+        page.goto(f"/nodes/{fleet.node.id}?order=maintenance")
+        page.fill("#hours", "some")
+        page.fill("#order-reason", "fan rattles")
+        page.get_by_test_id("do-order").click()
+        expect(page.get_by_role("alert")).to_contain_text("for how many hours")
+
+        Job.objects.filter(pk=fleet.job.pk).update(name="finetune")
+        _changed(fleet)
+
+        expect(page.get_by_text("finetune").first).to_be_visible(timeout=LIVE_MS)
+        expect(page.locator("#hours")).to_have_value("some")
+        expect(page.locator("#order-reason")).to_have_value("fan rattles")
+
+
 def test_readings_are_drawn_and_told_in_numbers(
     page: Page, fleet: Fleet, samples: list[NodeSample]
 ) -> None:
@@ -227,6 +249,23 @@ def test_readings_are_drawn_and_told_in_numbers(
 
     expect(page.locator('[data-last="temperature_c"]')).to_have_text("59")
     expect(page.locator("#readings-table tbody tr").first).to_contain_text("59")
+
+
+def test_cards_to_choose_from_are_those_that_there_are_and_the_faulty_ones_are_red(
+    page: Page, fleet: Fleet, samples: list[NodeSample]
+) -> None:
+    page.goto(f"/nodes/{fleet.node.id}")
+    buttons = page.locator("#readings-cards button")
+    expect(buttons).to_have_count(8)
+    expect(page.locator("#readings-cards .picker--bad")).to_have_text(["GPU 3"])
+
+    Incident.objects.filter(pk=fleet.incident.pk).update(state="resolved")
+    GpuFactory(node=fleet.node, index=8)
+    _changed(fleet)
+
+    expect(page.locator("#readings-cards .picker--bad")).to_have_count(0, timeout=LIVE_MS)
+    expect(buttons).to_have_count(9, timeout=LIVE_MS)
+    expect(page.get_by_role("button", name="GPU 3")).to_have_attribute("aria-pressed", "true")
 
 
 def test_what_a_card_reads_stays_true_without_any_change(

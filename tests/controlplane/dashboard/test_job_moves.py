@@ -14,7 +14,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job, Placement
-from tests.controlplane.dashboard.world import Fleet
+from tests.controlplane.dashboard.world import Fleet, reasons_in
 from tests.factories import IncidentFactory, InterruptionFactory, NodeFactory, PlacementFactory
 
 
@@ -104,6 +104,17 @@ def test_what_cannot_be_done_is_said_with_409(
     assert words in shown
 
 
+def test_a_move_that_was_refused_stands_there_as_it_was_chosen(operator: Client, job: Job) -> None:
+    third = NodeFactory(cluster=job.cluster, name="alpha-03")
+
+    unknown = order(operator, job, node="nod_nowhere")[1]
+    without_reason = order(operator, job, node=third.pk, reason=" ")[1]
+
+    assert list(reasons_in(unknown).values()) == ["cables"]
+    assert "Move replica 0 of pretrain to alpha-03" in without_reason
+    assert f"?move=0&amp;node={third.pk}&amp;after=" in without_reason
+
+
 def test_a_replica_that_cannot_move_says_why(operator: Client, fleet: Fleet) -> None:
     assert "started by its own scheduler" in page(operator, fleet.job, move="0")
 
@@ -167,8 +178,10 @@ def test_the_move_off_one_of_several_nodes_is_ordered_on_the_page(
     other = Placement.objects.get(node_rank=1)
 
     refused, why = order(operator, wide)
+    again = order(operator, wide, leaving=other.node_id, reason=" ")[1]
     status, _ = order(operator, wide, leaving=other.node_id)
 
     assert (refused, status) == (409, 302)
     assert "say in `leaving` which it is to leave" in why
+    assert f'<input type="hidden" name="leaving" value="{other.node_id}">' in again
     assert PlaybookRun.objects.get(playbook="move-job").context["from"] == other.pk

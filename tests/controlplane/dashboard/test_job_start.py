@@ -9,7 +9,7 @@ from django.urls import reverse
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
-from tests.controlplane.dashboard.world import Fleet
+from tests.controlplane.dashboard.world import Fleet, reasons_in
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def page(client: Client, job: Job) -> str:
 
 
 def start(client: Client, job: Job, reason: str = "the night run") -> tuple[int, str]:
-    answer = client.post(reverse("job-start", args=[job.pk]), {"reason": reason})
+    form = {"form": "start-reason", "reason": reason}
+    answer = client.post(reverse("job-start", args=[job.pk]), form)
     return answer.status_code, answer.content.decode()
 
 
@@ -49,6 +50,7 @@ def test_without_a_reason_nothing_is_started(operator: Client, job: Job) -> None
 
     assert status == 409
     assert "give a reason" in shown
+    assert reasons_in(shown) == {"start-reason": " "}
     assert not PlaybookRun.objects.filter(playbook="start-job").exists()
 
 

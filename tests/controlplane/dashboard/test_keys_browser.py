@@ -12,7 +12,7 @@ from pytest_django.live_server_helper import LiveServer
 
 from controlplane.fleet.models import Cluster, Node
 from controlplane.incidents.models import Incident, PlaybookRun
-from tests.browser import LIVE_MS, operator_page
+from tests.browser import LIVE_MS, await_drawn, operator_page
 from tests.controlplane.dashboard.world import Fleet, one_fleet
 from tests.factories import IncidentFactory, NodeFactory
 
@@ -46,9 +46,8 @@ def _changed(fleet: Fleet) -> None:
 
 
 def _open(page: Page, address: str) -> None:
-    """Until it was drawn: keys that are pressed before that Chromium drops."""
     page.goto(address)
-    page.evaluate("() => new Promise((drawn) => requestAnimationFrame(() => setTimeout(drawn)))")
+    await_drawn(page)
 
 
 def _at(path: str) -> re.Pattern[str]:
@@ -218,6 +217,11 @@ def test_a_finger_opens_it_and_it_fits(width: int, page: Page) -> None:
 
 # --- Keys -----------------------------------------------------------------------------------------
 
+#: In one go: keys that come too long after one another are no sequence.
+PRESS = """(keys) => keys.forEach((key) => {
+  document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+})"""
+
 
 @pytest.mark.parametrize(
     ("letter", "heading"),
@@ -232,8 +236,7 @@ def test_a_finger_opens_it_and_it_fits(width: int, page: Page) -> None:
     ],
 )
 def test_g_and_a_letter_go_to_a_page(letter: str, heading: str, page: Page) -> None:
-    page.keyboard.press("g")
-    page.keyboard.press(letter)
+    page.evaluate(PRESS, ["g", letter])
 
     expect(page.get_by_role("heading", level=1)).to_have_text(heading)
 
@@ -270,7 +273,9 @@ def test_keys_rest_while_somebody_types_or_holds_another_key(page: Page, fleet: 
 
 
 def test_j_and_k_move_through_rows_and_o_opens(page: Page, fleet: Fleet) -> None:
-    rows = [IncidentFactory(cluster=fleet.cluster, title=f"Number {n}") for n in (1, 2, 3)]
+    rows = sorted(IncidentFactory.create_batch(3, cluster=fleet.cluster), key=lambda one: one.id)
+    for number, row in enumerate(rows, 1):
+        Incident.objects.filter(pk=row.pk).update(title=f"Number {number}")
     _open(page, "/incidents/")
 
     page.keyboard.press("j")

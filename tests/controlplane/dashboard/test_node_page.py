@@ -297,6 +297,8 @@ def test_a_hold_is_put_on_and_lifted(operator: Client, fleet: Fleet) -> None:
     assert 'data-testid="ask-hold"' not in held
     assert 'data-testid="ask-hold"' not in still_held
     assert 'data-testid="ask-hold"' in released
+    assert "Hold: Ada looks at it" in released
+    assert "Released: she is done" in released
 
 
 def test_maintenance_is_announced_from_now_on(operator: Client, fleet: Fleet) -> None:

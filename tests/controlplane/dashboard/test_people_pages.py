@@ -196,6 +196,44 @@ def test_a_grant_to_nobody_or_of_nothing_is_told(
     assert told in words(page)
 
 
+def test_a_grant_to_nobody_stands_there_as_it_was_typed(
+    admin: Client, here: Cluster, elsewhere: Cluster
+) -> None:
+    GrantFactory(role=Role.ADMIN, cluster=elsewhere, user=User.objects.get(grants__cluster=here))
+    form = {"username": "jdoe", "role": "operator", "cluster": here.pk, "reason": "on <call>"}
+
+    page = words(admin.post(reverse("user-grant"), form))
+
+    assert re.findall(r'<option value="([^"]*)" selected>', page) == ["operator", here.pk]
+    assert 'value="jdoe"' in page
+    assert 'value="on &lt;call&gt;"' in page
+
+
+def test_a_grant_without_a_reason_stands_there_as_it_was_chosen(
+    root: Client, here: Cluster
+) -> None:
+    user = UserFactory()
+    form = {"username": user.username, "role": "admin", "cluster": "", "reason": " "}
+
+    page = words(root.post(reverse("user-grant"), form))
+
+    assert re.findall(r'<option value="([^"]*)" selected>', page) == ["admin", ""]
+
+
+def test_a_person_who_was_refused_stands_there_as_typed_and_one_who_was_made_does_not(
+    root: Client,
+) -> None:
+    UserFactory(username="ada")
+    form = {"email": "ada@example.org", "superuser": "yes"}
+
+    refused = words(root.post(reverse("user-create"), form | {"username": "ada"}))
+    made = words(root.post(reverse("user-create"), form | {"username": "grace"}))
+
+    kept = ['value="ada"', 'value="ada@example.org"', " checked>"]
+    assert [word in refused for word in kept] == [True, True, True]
+    assert " checked>" not in made
+
+
 def test_a_list_of_people_goes_on_after_the_last_one(root: Client) -> None:
     for number in range(60):
         UserFactory(username=f"person-{number:02d}")
@@ -251,6 +289,19 @@ def test_a_token_is_told_to_be_sent_to_where_people_reach_the_pages(
 def test_a_token_that_cannot_be_is_refused_in_words(body: dict[str, str], root: Client) -> None:
     assert make_token(root, **body).status_code == 409
     assert not ApiToken.objects.exists()
+
+
+def test_a_token_that_was_refused_stands_there_as_it_was_typed(
+    root: Client, here: Cluster, elsewhere: Cluster
+) -> None:
+    refused = words(make_token(root, name=" ", cluster=here.pk, days="7"))
+    unlived = words(make_token(root, name="ci", days="9999"))
+    fresh = words(root.get(reverse("tokens")))
+
+    chosen = re.compile(r'<option value="([^"]*)" selected>')
+    assert chosen.findall(refused) == ["operator", here.pk, "7"]
+    assert 'value="ci"' in unlived
+    assert chosen.findall(fresh) == ["90"]
 
 
 def test_a_token_for_a_cluster_that_one_does_not_see_is_not_made(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime
 from html import unescape
 
 import pytest
@@ -12,7 +13,7 @@ from django.urls import reverse
 
 from controlplane.fleet.models import Node
 from controlplane.incidents.models import RmaCase
-from tests.controlplane.dashboard.world import Fleet
+from tests.controlplane.dashboard.world import Fleet, hidden_of, reasons_in
 from tests.factories import (
     GpuFactory,
     NodeFactory,
@@ -49,6 +50,13 @@ def test_a_reserved_spare_is_not_free(viewer: Client, fleet: Fleet) -> None:
 
     assert "slurm-1" in page
     assert "<strong>0</strong>" in page.split('data-testid="pools"')[1].split("</table>")[0]
+
+
+def test_a_reserved_spare_is_told_with_the_day_of_its_end(viewer: Client, fleet: Fleet) -> None:
+    ends_at = datetime(2032, 2, 29, 14, tzinfo=UTC)
+    SpareReservationFactory(cluster=fleet.cluster, node=fleet.other, expires_at=ends_at)
+
+    assert ">29 Feb, 14:00:00<" in _page(viewer)
 
 
 def test_a_node_out_of_service_is_told_with_its_rung(viewer: Client, fleet: Fleet) -> None:
@@ -109,6 +117,19 @@ def test_a_case_is_not_sent_without_a_reference(operator: Client, case: RmaCase)
 
     assert answer.status_code == 409
     assert RmaCase.objects.get(pk=case.pk).state == "open"
+
+
+def test_a_case_that_was_not_sent_stands_there_as_it_was_typed(
+    operator: Client, case: RmaCase
+) -> None:
+    page = operator.get(reverse("rma-case", args=[case.id])).content.decode()
+    form, send = hidden_of(page, "send-reason"), reverse("rma-send", args=[case.id])
+
+    lacks_reference = operator.post(send, form | {"vendor_reference": " ", "reason": "picked up"})
+    lacks_reason = operator.post(send, form | {"vendor_reference": "NV-123", "reason": " "})
+
+    assert reasons_in(lacks_reference.content.decode()) == {"send-reason": "picked up"}
+    assert 'value="NV-123"' in lacks_reason.content.decode()
 
 
 def _next(page: str) -> str:

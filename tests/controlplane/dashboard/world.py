@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -86,3 +87,15 @@ def client_of(role: Role, cluster: Cluster) -> Client:
     client = Client()
     client.force_login(GrantFactory(role=role, cluster=cluster).user)
     return client
+
+
+def hidden_of(page: str, field: str) -> dict[str, str]:
+    """What the form of this field sends beside what is typed in it."""
+    forms = (rest.split("</form>")[0] for rest in page.split("<form")[1:])
+    form = next(one for one in forms if f'id="{field}"' in one)
+    return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', form))
+
+
+def reasons_in(page: str) -> dict[str, str]:
+    """The reasons that stand in the forms of a page, by their fields."""
+    return dict(re.findall(r'<input id="([^"]+)" name="reason"[^>]* value="([^"]*)"', page))
