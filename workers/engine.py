@@ -433,6 +433,9 @@ def _ask(run: PlaybookRun, step: PlaybookStep, text: str) -> None:
 def _let_go(step: PlaybookStep, verdict: guards.Verdict, now: datetime) -> bool:
     """Whether the guards said go; where they did not, what they said is written down."""
     run = step.run
+    if verdict.word != "sign" and step.outcome and run.state_reason == step.outcome:
+        run.state_reason = ""  # a signature was waited for, and is not any more
+        run.save(update_fields=["state_reason"])
     if verdict.word == "go":
         if step.outcome.startswith(NOT_NOW):
             # However long they held it up: that time was not the step's.

@@ -7,6 +7,7 @@ It decides nothing; every pass does the same work from the rows, whenever the la
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -17,7 +18,7 @@ import msgspec
 import redis
 import structlog
 from django.conf import settings
-from django.db import InterfaceError, OperationalError, connection
+from django.db import InterfaceError, InternalError, OperationalError, connection
 from django.utils import timezone
 
 from controlplane import doorbell
@@ -34,7 +35,7 @@ from controlplane.jobs import actions as jobs
 from controlplane.rest.idempotency import forget_old_answers
 from workers import engine, metrics
 from workers.intake import silence
-from workers.playbooks import PLAYBOOKS
+from workers.playbooks import PLAYBOOKS, site_silent
 from workers.pulse import Pulse
 from workers.sensors import Sensors
 
@@ -67,23 +68,26 @@ class _Hearing(msgspec.Struct):
 
 @dataclass
 class Memory:
-    """What a pass hands to the next; losing it costs one grace."""
+    """What a pass hands to the next; losing it costs one grace.
+
+    Its own times are of the monotonic clock: the other may be set back.
+    """
 
     #: When each node's newest beat was received, as last written to its lease.
     heard: dict[str, float]
     #: Nobody is declared dead before this moment.
-    grace_until: datetime
+    grace_until: float
     #: When ingest last said that it hears: of what came later nobody can say that it did not come.
     hearing_until: datetime | None = None
     #: Since when the youngest ingest hears.
     hearing_since: float | None = None
     #: When the nodes' readings were last kept for their charts.
-    sampled_at: datetime | None = None
+    sampled_at: float | None = None
     #: What each node heard since then showed last, and when.
     unsampled: dict[str, tuple[datetime, list[dict[str, Any]]]] = field(default_factory=dict)
     #: Where the audit chain stood when the log was last told, and when that was.
     pinned_position: int = 0
-    pinned_at: datetime | None = None
+    pinned_at: float | None = None
     sensors: Sensors = field(default_factory=Sensors)
 
 
@@ -94,26 +98,26 @@ def run(stop: threading.Event, pulse: Pulse) -> None:
     """
     client = redis.Redis.from_url(settings.REDIS_URL, socket_timeout=2, socket_connect_timeout=2)
     memory = Memory(heard={}, grace_until=_grace())
-    leading = False
+    lead: Any = None  # the session that holds the lock
     while not stop.is_set():
         try:
-            if not leading:
-                leading = _take_lead()
-                if leading:
+            if lead is None:
+                lead = _take_lead()
+                if lead is not None:
                     incidents.publish_playbooks([one.as_row() for one in PLAYBOOKS.values()])
                 memory = Memory(heard={}, grace_until=_grace())
-            if leading:
+            if lead is not None:
                 with metrics.PASSES.time():
                     keep(client, memory)
-            pulse.turned(leading)
-        except (OperationalError, InterfaceError) as error:
-            if _holds_its_connection():
+            pulse.turned(lead is not None)
+        except (OperationalError, InternalError, InterfaceError) as error:
+            if _lasts(lead):
                 log.warning("keeper.pass_failed", error=str(error))
             else:
-                # The lock went with the connection: start over as a stand-by.
+                # The lock went with its session: start over as a stand-by.
                 log.warning("keeper.database_away", error=str(error))
                 connection.close()
-                leading = False
+                lead = None
                 pulse.database_lost()
         stop.wait(PASS_S)
     connection.close()
@@ -123,7 +127,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
     """One pass over everything that has a time."""
     now = timezone.now()
     _flush_beats(client, memory)
-    if memory.hearing_until is not None and timezone.now() >= memory.grace_until:
+    if memory.hearing_until is not None and time.monotonic() >= memory.grace_until:
         _declare_lost(min(now, memory.hearing_until))
         _do(partial(_tell_of_the_let_go, now))
     for chore in (
@@ -131,6 +135,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         partial(fleet.expire_commands, now),
         partial(incidents.pause_overdue_runs, now),
         partial(engine.release_expired, now),
+        site_silent.look_again_once_heard,
         incidents.admit_enrolled,
         incidents.readmit_replaced,
         incidents.keep_warm_spares,
@@ -138,7 +143,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         incidents.bring_back_sent_away,
         partial(jobs.expire_reservations, now),
         partial(forget_old_answers, now),
-        partial(_chain_audit, memory, now),
+        partial(_chain_audit, memory),
     ):
         _do(chore)
     if engine.work_is_due(now):
@@ -146,37 +151,44 @@ def keep(client: redis.Redis, memory: Memory) -> None:
 
 
 def _do(chore: Callable[[], object]) -> None:
-    """One chore that fails must not keep the others from being done."""
+    """One chore that fails must not keep the others from being done; but none is done once the
+    session is lost, whatever the chore made of it. Raises InterfaceError then."""
+    session = connection.connection
     try:
         chore()
     except Exception as error:
-        if isinstance(error, OperationalError | InterfaceError) and not _holds_its_connection():
-            raise
+        if not _lasts(session):
+            raise InterfaceError(f"the session was lost: {error}") from error
         log.exception("keeper.chore_failed", chore=getattr(chore, "func", chore).__name__)
 
 
-def _holds_its_connection() -> bool:
+def _lasts(session: Any) -> bool:
     """Whether an error was of one statement only: a deadlock that was broken, say. Then the lock is
-    still ours, and what is remembered is still true."""
-    session = connection.connection
-    return session is not None and not session.closed
+    still ours, and what is remembered is still true.
+
+    Not whether there is a connection: where the server ended it, Django makes another at the end of
+    the transaction, which holds no lock.
+    """
+    return session is not None and connection.connection is session and not session.closed
 
 
-def _chain_audit(memory: Memory, now: datetime) -> None:
+def _chain_audit(memory: Memory) -> None:
     """Chain what was audited, and pin the chain's head in the log, which is kept elsewhere."""
     head = accounts.chain_audit()
-    pinned_lately = memory.pinned_at and now - memory.pinned_at < timedelta(seconds=PIN_S)
+    now = time.monotonic()
+    pinned_lately = memory.pinned_at is not None and now - memory.pinned_at < PIN_S
     if head.position != memory.pinned_position and not pinned_lately:
         log.info("audit.head", position=head.position, hash=head.hash)
         memory.pinned_position, memory.pinned_at = head.position, now
 
 
-def _take_lead() -> bool:
+def _take_lead() -> Any:
+    """The session that holds the lock from now on; None while another keeper leads."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_lock(%s)", [ADVISORY_LOCK])
         leading = bool(cursor.fetchone()[0])
     log.info("keeper.leads" if leading else "keeper.stands_by")
-    return leading
+    return connection.connection if leading else None
 
 
 def _flush_beats(client: redis.Redis, memory: Memory) -> None:
@@ -237,14 +249,13 @@ def _keep_samples(memory: Memory) -> None:
     Nodes beat far less often than we pass, so one pass hears only some of them: of each is kept
     what it showed last since all were kept.
     """
-    now = timezone.now()
-    interval = timedelta(seconds=settings.SAMPLE_INTERVAL_S)
-    if memory.sampled_at is not None and now - memory.sampled_at < interval:
+    now = time.monotonic()
+    if memory.sampled_at is not None and now - memory.sampled_at < settings.SAMPLE_INTERVAL_S:
         return
     memory.sampled_at = now
     health.record_samples(memory.unsampled)
     memory.unsampled = {}
-    health.forget_samples(now - timedelta(seconds=settings.SAMPLE_KEEP_S))
+    health.forget_samples(timezone.now() - timedelta(seconds=settings.SAMPLE_KEEP_S))
 
 
 @change()
@@ -276,5 +287,5 @@ def _tell_lost(signal_id: str, node: Node, now: datetime) -> None:
     )
 
 
-def _grace() -> datetime:
-    return timezone.now() + timedelta(seconds=2 * settings.LEASE_S)
+def _grace() -> float:
+    return time.monotonic() + 2 * settings.LEASE_S

@@ -64,10 +64,8 @@ def read(node: Node) -> Power:
     state = answer.get("PowerState")
     if state not in POWER_STATES:
         raise PowerError(f"the BMC of {node.name} names no power state: {state!r}")
-    return Power(
-        state=state,
-        boot_id=str(answer.get("Oem", {}).get("Drydock", {}).get("BootId", "")),
-    )
+    own = _part(_part(answer, "Oem"), "Drydock")
+    return Power(state=state, boot_id=str(own.get("BootId") or ""))
 
 
 def switch(node: Node, reset_type: ResetType, step: PlaybookStep | None) -> None:
@@ -117,7 +115,15 @@ def freeze(node: Node, what: Literal["agent", "all"], *, frozen: bool = True) ->
     return _call(node, "POST", "/redfish/v1/Oem/Drydock/Freeze", body)
 
 
+def _part(answer: dict[str, Any], name: str) -> dict[str, Any]:
+    """An object within an answer; an empty one where some BMCs say null."""
+    part = answer.get(name)
+    return part if isinstance(part, dict) else {}
+
+
 def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    """What the BMC answers; {} where that is no JSON object, but a page, say: whoever reads finds
+    nothing in it, and an order was taken all the same. Raises PowerError."""
     if not node.bmc_url:
         raise PowerError(f"{node.name} has no management controller on record; set its BMC address")
     parts = urlsplit(node.bmc_url)
@@ -140,4 +146,8 @@ def _call(node: Node, method: str, path: str, body: dict[str, Any] | None) -> di
         connection.close()
     if response.status >= 300:
         raise PowerError(f"the BMC of {node.name} answered {response.status} to {method} {path}")
-    return json.loads(content) if content else {}
+    try:
+        answer = json.loads(content)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import structlog
 from django.conf import settings
-from django.db import InterfaceError, OperationalError
+from django.db import InterfaceError, InternalError, OperationalError
 from django.utils import timezone
 
 from controlplane.fleet.models import Gpu, Node, RepairRecord
@@ -78,8 +78,8 @@ class Sensors:
         while self._due:
             try:
                 self._due[0]()
-            except (OperationalError, InterfaceError):
-                raise  # the database is away: in the next pass
+            except (OperationalError, InternalError, InterfaceError):
+                raise  # the database, or our session, is away: in the next pass
             except Exception:
                 log.exception("sensors.finding_not_written")
             self._due.popleft()

@@ -30,6 +30,8 @@ class Bmc:
         self.broken = False
         #: What it says instead of a state, as some do that are being started.
         self.answers: dict[str, object] | None = None
+        #: The bytes that it answers everything with, where they are not what they should be.
+        self.body: bytes | None = None
 
     def order(self, kind: str) -> bool:
         """False if it refuses."""
@@ -68,7 +70,7 @@ def bmc_of(node: Node) -> Iterator[Bmc]:
             self.answer(200 if bmc.order(body["ResetType"]) else 409, {})
 
         def answer(self, status: int, content: dict[str, object]) -> None:
-            body = json.dumps(content).encode()
+            body = json.dumps(content).encode() if bmc.body is None else bmc.body
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

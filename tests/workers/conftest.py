@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import pytest
+from pytest_django import Settings
 
 if TYPE_CHECKING:
     from tests.workers.world import World
@@ -20,6 +21,13 @@ def patient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node_steps, "KILL_S", 30.0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def unhurried(settings: Settings) -> None:
+    """Nothing beats here but by a test: no node falls silent because the machine is slow."""
+    settings.BEAT_INTERVAL_S = 10
+    settings.LEASE_S = 30
 
 
 @pytest.fixture

@@ -303,7 +303,8 @@ def test_a_machine_that_falls_silent_while_it_examines_is_told_of(
     can_examine(node)
     world.shows(node, "sram_over_threshold")
     drain()
-    Command.objects.update(state="delivered")
+    told = timezone.now() - timedelta(seconds=10)
+    Command.objects.update(state="delivered", created_at=told)
     Lease.objects.filter(node=node).update(
         reachable=False, last_beat_at=timezone.now() - timedelta(seconds=6)
     )
@@ -312,6 +313,19 @@ def test_a_machine_that_falls_silent_while_it_examines_is_told_of(
     step = step_of("repair-node", "verdict")
     assert (step.state, orders_to_examine()[0].state) == (StepState.NEEDS_OPERATOR, "expired")
     assert f"{node.name} has not been heard for 5 s" in step.outcome
+
+
+def test_a_machine_that_was_off_for_long_may_boot_before_it_examines(world: World) -> None:
+    node = world.spares[0]
+    can_examine(node)
+    world.shows(node, "sram_over_threshold")
+    drain()
+    long_ago = timezone.now() - timedelta(days=3)
+    Lease.objects.filter(node=node).update(reachable=False, last_beat_at=long_ago)
+    drain()
+
+    step = step_of("repair-node", "verdict")
+    assert (step.state, orders_to_examine()[0].state) == (StepState.WAITING, "queued")
 
 
 def test_an_order_to_examine_that_nobody_takes_is_called_back(

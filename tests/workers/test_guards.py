@@ -620,7 +620,7 @@ def test_closing_a_breaker_replays_nothing_but_lets_new_faults_through(
 # --- silence --------------------------------------------------------------------------------------
 
 
-def silence(*nodes: Node, ago: float = 4.0) -> None:
+def silence(*nodes: Node, ago: float = 25.0) -> None:
     Lease.objects.filter(pk__in=[node.pk for node in nodes]).update(
         reachable=False, last_beat_at=timezone.now() - timedelta(seconds=ago)
     )
@@ -778,6 +778,27 @@ def test_nothing_is_done_before_a_person_has_signed_the_plan(cluster: Cluster) -
     incidents.approve(PERSON, approval.pk, approval.digest, "go")
     assert drain(run).state == RunState.SUCCEEDED
     assert acted == ["first", "second"]
+
+
+def test_a_run_says_that_it_waits_for_a_signature_only_while_it_does(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    says = run.state_reason
+    waits.append("it boots")
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    drain(run)
+
+    assert says == "waits until a person approves the plan"
+    assert (run.state, run.state_reason) == (RunState.WAITING, "")
+
+
+def test_a_signed_run_that_is_held_up_by_another_guard_says_so_alone(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    fleet.set_hold(PERSON, str(run.node_id), "hands off")
+    drain(run)
+
+    assert (acted, run.state_reason) == ([], "")
+    assert run.steps.get(key="first").outcome.startswith(engine.NOT_NOW)
 
 
 def test_a_plan_that_was_not_read_cannot_be_signed(cluster: Cluster) -> None:

@@ -445,6 +445,13 @@ def cluster_locked(world: World) -> Any:
         yield
 
 
+def triage_as_the_victim() -> None:
+    """A wait is looked at once, so long after it began: until then the other must wait too."""
+    with connection.cursor() as cursor:
+        cursor.execute("SET deadlock_timeout = '5s'")
+    intake.triage_signals()
+
+
 def test_a_deadlock_loses_no_signal(world: World) -> None:
     for placement in world.placements[:2]:
         world.peers_lose(placement)
@@ -455,9 +462,10 @@ def test_a_deadlock_loses_no_signal(world: World) -> None:
         world.peers_lose(placement)
     first, second = (Incident.objects.get(replica=index) for index in (0, 1))
     ended: Ended = []
-    with transaction.atomic():
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SET LOCAL deadlock_timeout = '60s'")
         Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=second.pk)
-        thread = beside(intake.triage_signals, ended)
+        thread = beside(triage_as_the_victim, ended)
         await_lock()
         Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=first.pk)
     finish(thread)

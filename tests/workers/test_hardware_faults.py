@@ -25,7 +25,7 @@ from controlplane.incidents.choices import (
     Severity,
     StepState,
 )
-from controlplane.incidents.models import Incident, PlaybookRun, Reservation, RmaCase
+from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep, Reservation, RmaCase
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
@@ -53,7 +53,7 @@ from tests.workers.world import (
     silent,
     step_of,
 )
-from workers.playbooks import PLAYBOOKS
+from workers.playbooks import PLAYBOOKS, site_silent
 
 pytestmark = pytest.mark.django_db
 
@@ -571,7 +571,7 @@ def test_a_node_that_was_given_work_before_its_repair_was_let_go_is_idle_no_more
 
 def all_silent(world: World, nodes: list[Node]) -> None:
     Lease.objects.filter(node__in=nodes).update(
-        reachable=False, last_beat_at=timezone.now() - timedelta(seconds=5)
+        reachable=False, last_beat_at=timezone.now() - timedelta(seconds=25)
     )
     for node in nodes:
         world.lease_lost(node)
@@ -613,6 +613,57 @@ def test_who_stays_silent_when_the_site_is_back_is_looked_at_alone(
     assert Signal.objects.filter(kind=SignalKind.LEASE_LOST, node=dead).count() == 2
     assert world.bmcs[dead.pk].orders[0] == "ForceOff"
     assert run_of("site-silent").state == RunState.SUCCEEDED
+
+
+@pytest.fixture
+def asking(world: World, site: list[Node]) -> PlaybookRun:
+    """The watch over a site that was silent for so long that it asked for a person."""
+    all_silent(world, site)
+    drain()
+    long_ago = timezone.now() - timedelta(hours=1)
+    PlaybookStep.objects.filter(key="watch").update(started_at=long_ago)
+    drain()
+    run = run_of("site-silent")
+    assert run.state == RunState.NEEDS_OPERATOR
+    return run
+
+
+def test_a_site_that_asked_for_a_person_resolves_once_it_is_heard(asking: PlaybookRun) -> None:
+    Lease.objects.update(reachable=True, last_beat_at=timezone.now())
+    site_silent.look_again_once_heard()
+    drain()
+
+    assert run_of("site-silent").state == RunState.SUCCEEDED
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_who_stays_silent_after_its_site_asked_for_a_person_is_looked_at_alone(
+    world: World, asking: PlaybookRun
+) -> None:
+    dead = world.spares[0]
+    Lease.objects.exclude(node=dead).update(reachable=True, last_beat_at=timezone.now())
+    site_silent.look_again_once_heard()
+    drain()
+
+    assert run_of("site-silent").state == RunState.SUCCEEDED
+    assert Signal.objects.filter(node=dead, source="site-silent").count() == 1
+
+
+def test_a_site_that_is_silent_still_goes_on_asking(asking: PlaybookRun) -> None:
+    site_silent.look_again_once_heard()
+    drain()
+    again = run_of("site-silent")
+
+    assert (again.state, again.state_reason) == (RunState.NEEDS_OPERATOR, asking.state_reason)
+
+
+def test_a_watch_that_asked_for_another_reason_is_left_to_people(asking: PlaybookRun) -> None:
+    PlaybookRun.objects.filter(pk=asking.pk).update(state_reason="gave up after 5 attempts")
+    Lease.objects.update(reachable=True, last_beat_at=timezone.now())
+    site_silent.look_again_once_heard()
+    drain()
+
+    assert run_of("site-silent").state == RunState.NEEDS_OPERATOR
 
 
 def test_a_card_that_drifts_is_emptied_at_a_checkpoint_before_the_fault(world: World) -> None:

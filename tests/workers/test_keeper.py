@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from unittest.mock import Mock, patch
 import pytest
 import redis
 from django.conf import settings
-from django.db import OperationalError, connection
+from django.db import InterfaceError, OperationalError, connection, transaction
 from django.utils import timezone
 from pytest_django import Settings
 
@@ -21,13 +22,16 @@ from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Gpu, Lease, Node
+from controlplane.health import actions as health
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import NodeSample, Signal
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import Incident, PlaybookRun
 from tests.factories import GpuFactory, IncidentFactory, NodeFactory, PlaybookRunFactory
 from workers import intake, keeper, sensors
+from workers.playbooks import site_silent
 from workers.pulse import Pulse
 
 pytestmark = pytest.mark.django_db
@@ -44,7 +48,7 @@ def beats() -> Iterator[redis.Redis]:
 @pytest.fixture
 def memory() -> keeper.Memory:
     """A keeper that has been at work for long enough to declare nodes lost."""
-    return keeper.Memory(heard={}, grace_until=timezone.now() - timedelta(seconds=1))
+    return keeper.Memory(heard={}, grace_until=time.monotonic() - 1.0)
 
 
 def ingest_says(client: redis.Redis, at: float, since: float = 0.0) -> None:
@@ -299,7 +303,7 @@ def test_nobody_is_lost_while_ingest_is_away(beats: redis.Redis, memory: keeper.
     beats.delete(keeper.INGEST_ALIVE_KEY)
     keeper.keep(beats, memory)
     assert lease_signals() == 0
-    assert memory.grace_until > timezone.now()
+    assert memory.grace_until > time.monotonic()
 
 
 def test_nobody_is_lost_while_redis_is_away(memory: keeper.Memory) -> None:
@@ -312,6 +316,33 @@ def test_a_keeper_that_just_started_declares_nobody_lost(beats: redis.Redis) -> 
     silent_node()
     keeper.keep(beats, keeper.Memory(heard={}, grace_until=keeper._grace()))
     assert lease_signals() == 0
+
+
+def test_a_clock_that_is_set_back_lengthens_no_grace(
+    beats: redis.Redis, settings: Settings
+) -> None:
+    settings.LEASE_S = 0
+    with patch.object(timezone, "now", return_value=timezone.now() + timedelta(hours=1)):
+        memory = keeper.Memory(heard={}, grace_until=keeper._grace())
+    silent_node()
+
+    keeper.keep(beats, memory)
+
+    assert lease_signals() == 1
+
+
+def test_a_watch_that_asked_for_a_person_looks_again_once_its_site_is_heard(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    run = PlaybookRunFactory(
+        playbook="site-silent",
+        state=RunState.NEEDS_OPERATOR,
+        state_reason=f"{site_silent.SILENT}node-1",
+    )
+    keeper.keep(beats, memory)
+
+    run.refresh_from_db()
+    assert run.state == RunState.PENDING
 
 
 def test_a_beat_of_a_node_that_nobody_knows_is_ignored(
@@ -536,12 +567,12 @@ def test_each_node_s_newest_reading_is_kept_whichever_pass_heard_it(
 ) -> None:
     first, second = NodeFactory(), NodeFactory()
     now = time.time()
-    memory.sampled_at = timezone.now()
+    memory.sampled_at = time.monotonic()
     for beaten, node in enumerate((first, second, first, second)):
         card = {"uuid": "GPU-1", "temperature_c": 40.0 + beaten}
         read(beats, node, now + beaten, card)
         keeper.keep(beats, memory)
-    memory.sampled_at -= timedelta(seconds=settings.SAMPLE_INTERVAL_S)
+    memory.sampled_at -= settings.SAMPLE_INTERVAL_S
     keeper.keep(beats, memory)  # which hears nobody
 
     assert samples() == sorted([(first.pk, 42.0), (second.pk, 43.0)])
@@ -552,10 +583,27 @@ def test_a_node_that_fell_silent_is_not_kept_again(
 ) -> None:
     read(beats, NodeFactory(), time.time(), {"uuid": "GPU-1", "temperature_c": 40.0})
     keeper.keep(beats, memory)
-    memory.sampled_at = timezone.now() - timedelta(seconds=settings.SAMPLE_INTERVAL_S)
+    memory.sampled_at = time.monotonic() - settings.SAMPLE_INTERVAL_S
     keeper.keep(beats, memory)
 
     assert len(samples()) == 1
+
+
+def test_a_clock_that_is_set_back_keeps_no_reading_from_the_charts(
+    beats: redis.Redis, memory: keeper.Memory, settings: Settings
+) -> None:
+    settings.SAMPLE_INTERVAL_S = 0
+    with patch.object(timezone, "now", return_value=timezone.now() + timedelta(hours=1)):
+        keeper.keep(beats, memory)
+    node = NodeFactory()
+    read(beats, node, time.time(), {"uuid": "GPU-1", "temperature_c": 40.0})
+
+    keeper.keep(beats, memory)
+
+    assert samples() == [(node.pk, 40.0)]
+
+
+# --- what fails -----------------------------------------------------------------------------------
 
 
 def test_a_deadlock_in_one_chore_keeps_no_other_from_being_done(
@@ -638,3 +686,60 @@ def test_a_deadlock_does_not_cost_the_keeper_its_lead(monkeypatch: pytest.Monkey
 
     take_lead.assert_called_once()
     assert memories[0] is memories[1]
+
+
+def stands_still(*_: object, **__: object) -> None:
+    """A process that is stopped within a transaction, for longer than the server waits for it."""
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 1")
+        select.select([connection.connection], [], [])
+        cursor.execute("SELECT 1")
+
+
+def holds_the_lock() -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT EXISTS (SELECT FROM pg_locks"
+            " WHERE locktype = 'advisory' AND pid = pg_backend_pid())"
+        )
+        return bool(cursor.fetchone()[0])
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("module", "action"),
+    [(incidents, "admit_enrolled"), (health, "record_samples")],
+    ids=["in a chore", "between them"],
+)
+def test_a_keeper_whose_session_the_server_ended_leads_on_only_with_its_lock(
+    monkeypatch: pytest.MonkeyPatch, module: object, action: str
+) -> None:
+    stop = threading.Event()
+    held: list[bool] = []
+
+    def looks(*_: object) -> None:
+        held.append(holds_the_lock())
+        stop.set()
+
+    turns: Iterator[Callable[..., None]] = iter([stands_still, looks])
+    monkeypatch.setattr(module, action, lambda *args: next(turns)(*args))
+    monkeypatch.setattr(keeper, "PASS_S", 0.0)
+
+    keeper.run(stop, Pulse())
+
+    assert held == [True]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_session_that_is_lost_over_a_finding_ends_the_pass(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = NodeFactory()
+    sick = {"uuid": GpuFactory(node=node).uuid, "remap_failed": 1}
+    read(beats, node, time.time(), sick)
+
+    with (
+        patch.object(sensors, "record_signal", stands_still),
+        pytest.raises(InterfaceError, match="session was lost"),
+    ):
+        keeper.keep(beats, memory)

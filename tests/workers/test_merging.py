@@ -322,6 +322,47 @@ def test_what_cannot_wait_is_not_put_off_by_what_can(
     assert repair.context["urgency"] == "now"
 
 
+def an_hour_passes() -> None:
+    ago = timezone.now() - timedelta(hours=1)
+    Failure.objects.update(observed_at=ago, last_seen_at=ago)
+
+
+def test_what_waited_until_its_node_was_idle_goes_on_within_what_takes_its_repair_over(
+    world: World,
+) -> None:
+    node = world.placements[1].node
+    world.shows(node, "remap_pending")
+    drain()
+    waited = Incident.objects.get()
+    an_hour_passes()
+    world.kernel_says(node, XID_79)
+    drain()
+
+    graver = Incident.objects.exclude(pk=waited.pk).get()
+    waited.refresh_from_db()
+    assert waited.state == IncidentState.RESOLVED
+    assert waited.timeline.filter(key="merged", data__into=graver.pk).exists()
+    assert set(graver.failures.values_list("code", flat=True)) == {"remap-pending", "xid-79"}
+    assert PlaybookRun.objects.get(playbook="repair-node").incident == graver
+
+
+def test_what_somebody_has_to_look_at_stays_open_when_its_node_s_repair_is_taken_over(
+    world: World,
+) -> None:
+    node = world.placements[1].node
+    world.shows(node, "throttle_reasons", 64)
+    world.shows(node, "remap_pending")
+    drain()
+    own = Incident.objects.get()
+    an_hour_passes()
+    world.kernel_says(node, XID_79)
+    drain()
+
+    own.refresh_from_db()
+    assert own.unresolved
+    assert PlaybookRun.objects.get(playbook="repair-node").incident != own
+
+
 def test_a_node_that_is_lost_is_called_so_though_it_was_hot(world: World) -> None:
     node = world.spares[0]
     world.shows(node, "throttle_reasons", 64)

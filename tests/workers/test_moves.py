@@ -41,7 +41,7 @@ from tests.workers.moving import (
     told_by,
     trains,
 )
-from tests.workers.world import World, answer, drain, run_of
+from tests.workers.world import World, answer, drain, run_of, unanswered
 from workers.playbooks import PLAYBOOKS
 
 pytestmark = pytest.mark.django_db
@@ -285,6 +285,62 @@ def test_the_old_node_is_free_only_once_its_process_has_ended(world: World) -> N
     assert stop.placement == world.placements[1].pk
     assert state(world.placements[1].node) == (NodeState.AVAILABLE, True)
     assert standby.node == world.placement_of(1).node
+
+
+def has_moved(world: World) -> Node:
+    """Replica 1 has the place elsewhere, and its old process does not leave. Returns its old node,
+    which is told to end that."""
+    standby = move(world)
+    told_by(world.placements[0], regrouped(entered=[standby.pk]))
+    drain()
+    long_ago = timezone.now() - timedelta(minutes=1)
+    PlaybookStep.objects.filter(key="free-node").update(started_at=long_ago)
+    drain()
+    assert len(commands("stop_process")) == 1
+    return world.placements[1].node
+
+
+def test_an_old_node_that_fell_silent_before_it_answered_is_told_again_once_it_is_heard(
+    world: World,
+) -> None:
+    node = has_moved(world)
+    fleet.set_hold(PERSON, node.pk, "mine")  # else it is repaired
+    world.silence(node)
+    drain()
+    unanswered()
+    waits, told = run_of("move-replica").state, len(commands("stop_process"))
+    world.hear(node)
+    drain()
+    answer("stop_process", stopped=True)
+    drain()
+
+    assert (waits, told) == (RunState.WAITING, 1)
+    assert len(commands("stop_process")) == 2
+    assert state(node) == (NodeState.AVAILABLE, True)
+    assert run_of("move-replica").state == RunState.SUCCEEDED
+
+
+def test_an_old_node_that_is_heard_and_does_not_answer_is_a_person_s_matter(world: World) -> None:
+    node = has_moved(world)
+    unanswered()
+
+    assert run_of("move-replica").state == RunState.NEEDS_OPERATOR
+    assert state(node)[0] == NodeState.ALLOCATED
+
+
+def test_a_move_that_asked_for_a_person_goes_on_once_its_old_process_was_seen_to_end(
+    world: World,
+) -> None:
+    node = has_moved(world)
+    answer("stop_process", state="failed")
+    drain()
+    asked = run_of("move-replica").state
+    world.exits(world.placements[1], exit_code=0)
+    drain()
+
+    assert asked == RunState.NEEDS_OPERATOR
+    assert run_of("move-replica").state == RunState.SUCCEEDED
+    assert state(node) == (NodeState.AVAILABLE, True)
 
 
 def test_a_node_that_was_taken_out_meanwhile_stays_out(world: World) -> None:

@@ -13,6 +13,7 @@ from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
+from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import IncidentState, RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep, Reservation
@@ -21,16 +22,17 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
-from tests.factories import ApprovalFactory, PlaybookRunFactory
+from tests.factories import ApprovalFactory, PlaybookRunFactory, UserFactory
 from tests.workers.moving import commands, no_spare
 from tests.workers.world import HEALTHY, World, answer, drain, run_of
-from workers import engine
+from workers import engine, intake
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import StepContext
 from workers.playbooks.node_steps import quarantine
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")
+XID_54 = "NVRM: Xid (PCI:0000:1b:00): 54, Auxiliary power is not connected"  # for a person
 
 
 @pytest.fixture(autouse=True)
@@ -118,6 +120,21 @@ def test_a_node_that_fails_its_validation_does_not_return(world: World) -> None:
     assert run_of("return-node").state == RunState.NEEDS_OPERATOR
 
 
+def test_a_node_whose_validation_ran_out_before_its_return_is_tested_again(world: World) -> None:
+    node = world.spares[0]
+    order(node, "quarantine")
+    order(node, "return")
+    answer("diagnose", **HEALTHY)
+    Node.objects.filter(pk=node.pk).update(state="validation_failed", state_deadline=None)
+    drain()
+    tested = len(commands("diagnose"))
+    answer("diagnose", **HEALTHY)
+    drain()
+
+    assert (tested, state_of(node)) == (2, NodeState.AVAILABLE)
+    assert run_of("return-node").state == RunState.SUCCEEDED
+
+
 def test_a_reset_empties_resets_validates_and_returns(world: World) -> None:
     node = world.spares[0]
     order(node, "reset")
@@ -138,6 +155,25 @@ def test_a_reboot_is_proven_by_the_boot_id(world: World) -> None:
     answer("diagnose", **HEALTHY)
     drain()
     assert state_of(node) == NodeState.AVAILABLE
+
+
+def test_a_node_that_another_person_drained_is_quarantined_again_once_it_has_passed(
+    world: World,
+) -> None:
+    node = world.spares[0]
+    UserFactory(pk=7, username="anna")
+    Node.objects.filter(pk=node.pk).update(state="quarantined", drained_by="user/7")
+    order(node, "reboot")
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+
+    assert (state_of(node), node.state_deadline) == (NodeState.QUARANTINED, None)
+    assert node.drained_by == "user/7"
+    run = run_of("reboot-node")
+    assert run.state == RunState.SUCCEEDED
+    assert run.state_reason == f"done; {node.name} stays out, for anna drained it"
 
 
 def test_a_diagnosis_leaves_the_node_at_work(world: World) -> None:
@@ -312,6 +348,60 @@ def test_a_drain_of_ones_own_is_not_found_again_once_called_off(world: World) ->
     incidents.call_off(PERSON, run.pk, "the cables did not come")
 
     assert (state_of(node), node.drained_by) == (NodeState.AVAILABLE, "")
+
+
+def begun_to_drain(node: Node) -> PlaybookRun:
+    run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
+    engine.unfold_runs()
+    engine.take_step("test")
+    assert state_of(node) == NodeState.DRAINING
+    return run
+
+
+@pytest.mark.parametrize(
+    ("reading", "action"), [("remap_pending", "reset_gpu"), ("remap_failed", "contact_vendor")]
+)
+def test_what_a_card_showed_while_its_node_drained_is_acted_on_once_that_is_called_off(
+    world: World, reading: str, action: str
+) -> None:
+    """It trains on, and the keeper tells of it once."""
+    node = world.placements[1].node
+    run = begun_to_drain(node)
+    world.shows(node, reading)
+    intake.triage_signals()
+    before = (Failure.objects.count(), Incident.objects.count())
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+    drain()
+
+    assert before == (1, 0)
+    assert Failure.objects.get().incidents.get().unresolved
+    repair = run_of("repair-node")
+    assert (repair.node, repair.context["action"]) == (node, action)
+
+
+def test_a_line_that_went_on_while_its_node_drained_is_acted_on_once_that_is_called_off(
+    world: World,
+) -> None:
+    node = world.spares[0]
+    run = begun_to_drain(node)
+    world.kernel_says(node, XID_54)
+    world.kernel_repeats(XID_54, 9)
+    intake.triage_signals()
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+    drain()
+
+    failure = Failure.objects.get()
+    assert (failure.count, failure.incidents.get().subject) == (9, f"node/{node.pk}")
+
+
+def test_what_was_acted_on_before_its_node_drained_is_not_acted_on_again(world: World) -> None:
+    node = world.spares[0]
+    world.kernel_says(node, XID_54)
+    drain()
+    run = begun_to_drain(node)
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+
+    assert not Signal.objects.filter(triaged_at=None).exists()
 
 
 def to_be_emptied(node: Node) -> PlaybookRun:

@@ -18,7 +18,7 @@ from controlplane.fleet.actions.commands import RESULT_GRACE_S
 from controlplane.fleet.choices import CommandState, NodeState, Rung
 from controlplane.fleet.models import Command, Lease, Node, RepairRecord
 from controlplane.health.actions import record_signal
-from controlplane.health.choices import SignalKind
+from controlplane.health.choices import SignalKind, Urgency
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes
@@ -30,10 +30,12 @@ from controlplane.jobs.models import Job, Placement, ProgressSample
 from node_agent import wire
 from runtime import client
 from tests.factories import (
+    ApprovalFactory,
     GpuFactory,
     MaintenanceWindowFactory,
     NodeFactory,
     PlacementFactory,
+    PlaybookRunFactory,
     ProgressSampleFactory,
     ReplicaFactory,
 )
@@ -265,6 +267,48 @@ def test_a_person_is_asked_for_a_node_once_none_is_being_repaired(
     hours_ago = timezone.now() - timedelta(hours=2)
     PlaybookRun.objects.filter(playbook="repair-node").update(state=repair)
     PlaybookStep.objects.filter(run__playbook="repair-node").update(wake_at=None)
+    PlaybookStep.objects.filter(key="choose-place").update(started_at=hours_ago)
+    drain()
+
+    assert run_of("replica-lost").state == then
+
+
+def until_it_is_idle(run: PlaybookRun) -> None:
+    PlaybookRun.objects.filter(pk=run.pk).update(context={"urgency": Urgency.IDLE})
+
+
+def until_it_is_signed(run: PlaybookRun) -> None:
+    ApprovalFactory(run=run, cluster=run.cluster)
+
+
+@pytest.mark.parametrize("waits", [until_it_is_idle, until_it_is_signed])
+@pytest.mark.parametrize(
+    ("state", "then"),
+    [
+        (NodeState.ALLOCATED, RunState.NEEDS_OPERATOR),
+        (NodeState.SUSPECT, RunState.NEEDS_OPERATOR),
+        (NodeState.QUARANTINED, RunState.WAITING),
+    ],
+)
+def test_a_repair_that_is_put_off_while_its_node_works_is_not_waited_for(
+    state: NodeState, then: RunState, waits: Callable[[PlaybookRun], None], poor_world: World
+) -> None:
+    lost = poor_world.placements[1]
+    poor_world.silence(lost.node)
+    poor_world.peers_lose(lost)
+    drain()
+    PlaybookRun.objects.filter(playbook="repair-node").update(state=RunState.NEEDS_OPERATOR)
+    cluster = poor_world.cluster
+    waits(
+        PlaybookRunFactory(
+            incident=None,
+            cluster=cluster,
+            node=NodeFactory(cluster=cluster, state=state),
+            playbook="repair-node",
+            state=RunState.WAITING,
+        )
+    )
+    hours_ago = timezone.now() - timedelta(hours=2)
     PlaybookStep.objects.filter(key="choose-place").update(started_at=hours_ago)
     drain()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,8 @@ LEASE_S = 60.0
 PERSON = Actor(ActorKind.USER, "1")
 #: Longer than a step may wait.
 LONG = timedelta(hours=1)
+#: More looks than anybody takes in a test.
+MANY = 1000
 
 
 @pytest.fixture
@@ -154,6 +157,34 @@ def test_a_bmc_that_does_not_say_whether_its_node_is_on_has_told_nothing(
         power.read(node)
 
 
+@pytest.mark.parametrize("body", [b"<html>Log in</html>", b"\xff", b"[]", b"null", b'"On"', b""])
+def test_a_bmc_that_answers_no_json_object_has_told_nothing(world: World, body: bytes) -> None:
+    node = Node.objects.get(pk=world.spares[0].pk)
+    world.bmcs[node.pk].body = body
+
+    with pytest.raises(power.PowerError, match="names no power state: None"):
+        power.read(node)
+
+
+@pytest.mark.parametrize(
+    "oem", ["null", "[]", '{"Drydock": null}', '{"Drydock": {"BootId": null}}']
+)
+def test_a_bmc_that_names_no_boot_tells_of_the_power_all_the_same(world: World, oem: str) -> None:
+    node = Node.objects.get(pk=world.spares[0].pk)
+    world.bmcs[node.pk].body = f'{{"PowerState": "On", "Oem": {oem}}}'.encode()
+
+    assert power.read(node) == power.Power(state="On", boot_id="")
+
+
+def test_an_order_was_taken_whatever_its_bmc_answers_to_it(world: World) -> None:
+    node = Node.objects.get(pk=world.spares[0].pk)
+    world.bmcs[node.pk].body = b"OK"
+
+    power.switch(node, "ForceOff", None)
+
+    assert world.bmcs[node.pk].orders == ["ForceOff"]
+
+
 def lose(world: World) -> Bmc:
     """A node falls silent and its replica's peers lost it; its controller."""
     lost = world.placements[1]
@@ -168,12 +199,22 @@ def emptied(world: World) -> bool:
     return step_of("repair-node", "quarantine").state == StepState.DONE and started.exists()
 
 
+def test_a_step_waits_for_a_bmc_that_answers_no_json_object(world: World) -> None:
+    lose(world).body = b"<html>Log in</html>"
+    drain()
+
+    quarantine = step_of("repair-node", "quarantine")
+    assert (quarantine.state, quarantine.attempts) == (StepState.WAITING, 1)
+    assert not emptied(world)
+
+
 @pytest.mark.parametrize("meanwhile", ["On", "PoweringOff", "PoweringOn", "Paused"])
 def test_nothing_starts_elsewhere_before_the_node_is_off(world: World, meanwhile: str) -> None:
     bmc = lose(world)
-    bmc.lingers, bmc.meanwhile = 3, meanwhile
-    drain(2)
+    bmc.lingers, bmc.meanwhile = MANY, meanwhile
+    drain()
     too_soon, orders = emptied(world), list(bmc.orders)
+    bmc.lingers = 0
     drain()
 
     assert (too_soon, orders) == (False, ["ForceOff"])
@@ -193,7 +234,9 @@ def test_nothing_starts_elsewhere_while_nobody_knows_whether_the_node_is_off(
 
 def test_a_node_that_is_told_to_go_off_is_told_once(world: World) -> None:
     bmc = lose(world)
-    bmc.lingers, bmc.strict = 2, True
+    bmc.lingers, bmc.strict = MANY, True
+    drain()
+    bmc.lingers = 0
     drain()
 
     assert bmc.orders[:2] == ["ForceOff", "On"]
@@ -204,10 +247,24 @@ def test_a_node_that_does_not_go_off_is_told_again_after_a_while(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bmc = lose(world)
-    bmc.lingers = 8
-    drain(3)
+    bmc.lingers = MANY
+    drain()
     monkeypatch.setattr(node_steps, "GOES_OFF_S", 0.0)
-    drain(1)
+    PlaybookStep.objects.filter(key="quarantine").update(wake_at=timezone.now() - LONG)
+    engine.take_step("test")
+
+    assert bmc.orders == ["ForceOff", "ForceOff"]
+
+
+def test_a_node_that_was_told_by_a_clock_that_was_ahead_is_told_again(world: World) -> None:
+    bmc = lose(world)
+    bmc.lingers = MANY
+    drain()
+    run = run_of("repair-node")
+    ahead = {**run.context, "told_off": time.time() + LONG.total_seconds()}
+    PlaybookRun.objects.filter(pk=run.pk).update(context=ahead)
+    PlaybookStep.objects.filter(key="quarantine").update(wake_at=timezone.now() - LONG)
+    engine.take_step("test")
 
     assert bmc.orders == ["ForceOff", "ForceOff"]
 

@@ -11,12 +11,14 @@ from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Node, RepairRecord
 from controlplane.health.models import Failure, Signal
+from controlplane.incidents.choices import IncidentState
 from controlplane.incidents.models import Incident
 from tests.factories import NodeFactory
 from tests.workers.world import HEALTHY, World, answer, drain, soaked
 
 pytestmark = pytest.mark.django_db
 
+XID_31 = "NVRM: Xid (PCI:0000:1b:00): 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
 XID_45 = "NVRM: Xid (PCI:0000:1b:00): 45, pid=7, name=python3, Ch 00000008"
 XID_54 = "NVRM: Xid (PCI:0000:1b:00): 54, Auxiliary power is not connected"  # for a person
 XID_63 = "NVRM: Xid (PCI:0000:1b:00): 63, pid=7, name=python3, Row Remapper: New row marked"
@@ -107,6 +109,33 @@ def test_old_repeats_that_are_told_after_a_repair_are_history(world: World) -> N
     drain()
 
     assert Failure.objects.get().count == 50
+
+
+@pytest.mark.parametrize(("ago", "opened"), [(timedelta(minutes=5), 1), (timedelta(hours=2), 2)])
+def test_what_goes_on_long_after_its_incident_was_closed_is_opened_again(
+    world: World, ago: timedelta, opened: int
+) -> None:
+    world.kernel_says(world.spares[0], XID_54)
+    drain()
+    Incident.objects.update(state=IncidentState.RESOLVED, resolved_at=timezone.now() - ago)
+    for count in (2, 3):
+        world.kernel_repeats(XID_54, count)
+        drain()
+
+    assert Incident.objects.count() == opened
+    assert Failure.objects.get().count == 3
+
+
+def test_what_a_program_does_wrong_where_none_of_ours_runs_is_nobody_s_however_often(
+    world: World,
+) -> None:
+    world.kernel_says(world.spares[0], XID_31)
+    drain()
+    world.kernel_repeats(XID_31, 9)
+    drain()
+
+    assert Failure.objects.get().count == 9
+    assert not Incident.objects.exists()
 
 
 def test_a_repeat_while_a_node_is_watched_speaks_against_it(world: World) -> None:

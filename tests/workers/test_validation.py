@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pytest_django import Settings
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet.choices import NodeState
@@ -26,6 +27,7 @@ from tests.workers.world import (
     comes_back_twice,
     drain,
     never_comes_back,
+    pass_validation,
     soaked,
     step_of,
 )
@@ -119,7 +121,10 @@ def test_a_node_is_not_judged_by_what_it_listed_before_it_booted(world: World) -
     assert Command.objects.filter(verb="diagnose").exists()
 
 
-def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(world: World) -> None:
+def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(
+    world: World, settings: Settings
+) -> None:
+    settings.SOAK_S = 600
     node = world.spares[0]
     card = world.card_of(node)
     world.kernel_says(node, XID_79)
@@ -134,7 +139,32 @@ def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(world: World) -
 
     node.refresh_from_db()
     assert step_of("repair-node", "return").state == StepState.NEEDS_OPERATOR
-    assert node.state == NodeState.VALIDATING
+    assert (node.state, node.state_deadline) == (NodeState.VALIDATION_FAILED, None)
+
+
+def test_a_node_whose_card_was_put_back_is_tested_again(world: World, settings: Settings) -> None:
+    settings.SOAK_S = 600
+    node = world.spares[0]
+    card = world.card_of(node)
+    world.kernel_says(node, XID_79)
+    drain()
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
+    soaked()
+    drain()
+    Gpu.objects.filter(pk=card.pk).update(node=node, index=0)
+    incidents.retry_run(SYSTEM, step_of("repair-node", "return").run_id, "it sits well now")
+    drain()
+    node.refresh_from_db()
+    before = (node.state, Command.objects.filter(verb="diagnose").count())
+    pass_validation()
+    node.refresh_from_db()
+
+    assert before == (NodeState.VALIDATING, 2)
+    assert node.state == NodeState.AVAILABLE
 
 
 def test_a_node_that_comes_back_late_goes_on_once_a_person_says_so(world: World) -> None:

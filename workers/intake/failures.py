@@ -46,7 +46,7 @@ def take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVe
     if (verdict.code, verdict.action, verdict.urgency) != (failure.code, *_wanted(failure)):
         deciding = _deciding(failure) or verdict
         _say(failure, deciding)
-    acted_on = before == (deciding.action, deciding.urgency) and not _still_there(failure)
+    acted_on = before == (deciding.action, deciding.urgency) and _in_hand(failure)
     if acted_on or node.state not in IN_SERVICE:  # else it is in somebody's hands already
         name_incidents(failure, node, deciding)
         tell_node_incident(signal)
@@ -58,14 +58,16 @@ def take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVe
 
 
 def only_repeats(signal: Signal, node: Node, verdict: triage.LineVerdict) -> bool:
-    """Whether it is counted with a failure of before; not if it came again after a repair, or calls
-    for more by now."""
+    """Whether it is counted with a failure of before; not if it came again after a repair, calls
+    for more by now, or goes on while nobody has it in hand."""
     failure = signal.failures.order_by("-observed_at").first()
     back = _back_since(node)
     again = signal.repeated_at is not None and signal.repeated_at >= back
     if failure is None or (again and failure.observed_at < back):
         return False
     if again and not any(_covers(one, verdict) for one in signal.failures.all()):
+        return False
+    if again and node.state in IN_SERVICE and not _in_hand(failure):
         return False
     repeat_failure(failure, signal)
     return True
@@ -160,16 +162,18 @@ def _deciding(failure: Failure) -> triage.LineVerdict | None:
     return next(iter(triage.gravest(counting)), None)
 
 
-def _still_there(failure: Failure) -> bool:
-    """Whether every incident of a fault that lasts until it is repaired was closed, a while ago,
-    and here it is again. Not at once: whoever closes one may be at work on it."""
-    if failure.needed not in triage.LASTING:
-        return False
+def _in_hand(failure: Failure) -> bool:
+    """Whether somebody has been told of it, or nobody needs to be. Not where its node was out of
+    service then, nor where it lasts until it is repaired, every incident of it was closed a while
+    ago, and here it is again. Not at once: whoever closes one may be at work on it."""
     if failure.incidents.filter(state__in=INCIDENT_UNRESOLVED).exists():
-        return False
+        return True
     closed = failure.incidents.order_by("-resolved_at").first()
-    resolved_at = closed.resolved_at if closed else None
-    return resolved_at is not None and timezone.now() - resolved_at > REOPENED_AFTER
+    if closed is None:  # what a program does wrong where none of ours runs is nobody's
+        return failure.needed == Action.RESTART_APP
+    resolved_at = closed.resolved_at
+    lately = resolved_at is None or timezone.now() - resolved_at <= REOPENED_AFTER
+    return lately or failure.needed not in triage.LASTING
 
 
 def _wanted(failure: Failure) -> tuple[str, str]:

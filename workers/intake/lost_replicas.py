@@ -13,8 +13,9 @@ from controlplane.fleet.models import Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import Severity
+from controlplane.incidents.choices import RunState, Severity
 from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.incidents.moves import PLAYBOOK as MOVE
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
@@ -98,9 +99,15 @@ def replica_was_stopped(signal: Signal, placement: Placement) -> None:
 
 
 def free_what_it_left(signal: Signal) -> None:
-    """A process that was known to be gone is seen to have ended: its node waited for that."""
-    for left in Placement.objects.filter(pk=signal.placement_id, state=PlacementState.ENDED):
+    """A process that was known to be gone is seen to have ended: its node waited for that, and a
+    move of its replica that asked for a person because nobody saw it end."""
+    ended = Placement.objects.filter(pk=signal.placement_id, state=PlacementState.ENDED)
+    for left in ended.select_related("replica"):
         jobs.vacate(SYSTEM, left)
+        subject = f"{MOVE}/{left.replica.job_id}/{left.replica.index}"
+        moves = PlaybookRun.objects.filter(subject=subject, state=RunState.NEEDS_OPERATOR)
+        for run in moves.filter(context__from=left.pk):
+            incidents.look_again(run.pk, "its old process has ended", afresh=False)
 
 
 def live_placement(node: Node) -> Placement | None:

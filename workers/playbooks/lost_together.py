@@ -5,15 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
-from controlplane.fleet.choices import NodeState
+from controlplane.fleet.choices import IN_SERVICE, NodeState
 from controlplane.fleet.models import MaintenanceWindow, Node
-from controlplane.health.choices import Action
+from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes, wanted_by
-from controlplane.incidents.choices import RUN_ACTIVE
+from controlplane.incidents.choices import RUN_ACTIVE, ApprovalState
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
@@ -128,11 +129,14 @@ def choose_places(ctx: StepContext, replica: Replica) -> Outcome:
 
 def await_free(ctx: StepContext, why: str, evidence: dict[str, str] | None = None) -> Outcome:
     """Wait until a node is free: for as long as one is being repaired, or kept for a while by an
-    announced work, and else for PLACE_S."""
+    announced work, and else for PLACE_S. A repair may wait for days while its node works on: for
+    idleness, or to be signed."""
     now = timezone.now()
     waited_s = (now - (ctx.step.started_at or now)).total_seconds()
     there = {"cluster": ctx.run.cluster_id}
     repairs = PlaybookRun.objects.filter(**there, playbook__in=RETURNING, state__in=RUN_ACTIVE)
+    put_off = Q(context__urgency=Urgency.IDLE) | Q(approvals__state=ApprovalState.WAITING)
+    repairs = repairs.exclude(pk__in=repairs.filter(put_off, node__state__in=sorted(IN_SERVICE)))
     works = MaintenanceWindow.objects.filter(**there, closed_at=None)
     comes = repairs.exists() or works.filter(starts_at__lte=now, ends_at__gt=now).exists()
     if waited_s > PLACE_S and not comes:

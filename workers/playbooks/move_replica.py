@@ -25,6 +25,7 @@ from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Interruption, Placement
 from controlplane.jobs.selectors import AT_ONCE
 from node_agent import wire
+from workers import losses
 from workers.playbooks.base import (
     Apply,
     Ask,
@@ -40,13 +41,15 @@ from workers.playbooks.base import (
 from workers.playbooks.node_steps import actor_of
 from workers.playbooks.orders import start_rank_command
 from workers.playbooks.replica_lost import runs_on, see_ended
+from workers.playbooks.together import left_of, order_ends
 
 #: A node that is heard starts a rank within this many seconds, or the move is given up.
 START_ORDER_S = 20.0
 #: The agent may say that a process ended before the job says that it had taken its place.
 HEARSAY = timedelta(seconds=3)
-#: A process that another has replaced leaves by itself within this time, or is told to.
-LEAVE = timedelta(seconds=10)
+#: A process that another has replaced leaves by itself within this time, or is told to, which its
+#: node answers within so many seconds.
+LEAVE, STOP_ORDER_S = timedelta(seconds=10), 60.0
 
 
 def start_standby(ctx: StepContext) -> Outcome:
@@ -126,19 +129,22 @@ def free_node(ctx: StepContext) -> Outcome:
         state = node.get_state_display().lower()
         return Done(text=f"{moved}; {node.name} is {state}", apply=free)
 
-    if _end_of(before) is not None:
+    left = left_of(ctx, [before])
+    if not left:
         return Done(text=f"{moved}; {node.name} is free", apply=free)
-    stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
-    if stop is not None and stop.state == CommandState.DONE:
-        return Done(text=f"{moved}; {node.name} is free", apply=free)
+    [(_, stop)] = left
+    if stop and stop.state == CommandState.EXPIRED and losses.was_silent(node.pk, stop.created_at):
+        stop = None  # that it left it unanswered says nothing of the process
     if stop is not None and stop.state in COMMAND_FINISHED:
         return Ask(text=f"{moved}; {node.name} does not say that its old process has ended")
+    if stop is None and not node.lease.reachable:
+        text = f"{moved}; {node.name}, which has its old process, is not heard"
+        return Wait(text=text, wake_s=2.0)
     if stop is not None or timezone.now() - (ctx.step.started_at or timezone.now()) < LEAVE:
         return Wait(text=f"{moved}; the old process on {node.name} is leaving")
 
     def order() -> None:
-        verb = wire.StopProcess(placement=before.pk)
-        fleet.queue_command(SYSTEM, node.pk, verb, requester=ctx.requester())
+        order_ends(ctx, [(before, None)], grace_s=wire.GRACE_S, ttl_s=STOP_ORDER_S)
 
     return Wait(text=f"{moved}; {node.name} is told to end its old process", apply=order)
 
@@ -174,7 +180,7 @@ PLAYBOOK = Playbook(
             title="Free the node that it left",
             act=free_node,
             effect=Effect.FENCED,
-            timeout_s=900,
+            timeout_s=86_400,  # a node that is not heard is awaited, or taken out by its repair
             prose="The old process leaves by itself once it is told that it was replaced. See that "
             "it is gone before anything else is started there.",
         ),

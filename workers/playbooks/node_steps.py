@@ -15,7 +15,7 @@ from django.utils import timezone
 
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
-from controlplane.accounts.selectors import OWNED
+from controlplane.accounts.selectors import OWNED, username
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.actions.nodes import OUR_DRAIN
@@ -198,7 +198,8 @@ def _switch_off(ctx: StepContext, node: Node) -> Wait | None:
     """Have a node switched off that is not off. None once it is; what to wait for before."""
     goes_off = "its BMC has been told to switch it off"
     told_off = float(ctx.values.get("told_off") or 0.0)
-    if time.time() - told_off < GOES_OFF_S:  # a second order may be refused
+    # A second order may be refused. A moment that is yet to come was told by another clock.
+    if 0 <= time.time() - told_off < GOES_OFF_S:
         return Wait(text=goes_off)
     power.switch(node, "ForceOff", ctx.step)
     if power.read(node).off:
@@ -373,7 +374,9 @@ def _not_under_way(node: Node, command: Command) -> str:
     """Why nothing will come of an order to examine; "" if it may be under way."""
     deadline_s = settings.BOOT_DEADLINE_S
     now = timezone.now()
-    if not node.lease.reachable and now - node.lease.last_beat_at > timedelta(seconds=deadline_s):
+    # However long it was off: it was switched on only to be examined.
+    unheard = now - max(node.lease.last_beat_at, command.created_at)
+    if not node.lease.reachable and unheard > timedelta(seconds=deadline_s):
         return f"{node.name} has not been heard for {deadline_s:g} s"
     queued = command.state == CommandState.QUEUED
     if queued and now - command.created_at > timedelta(seconds=deadline_s):
@@ -545,13 +548,15 @@ def return_to_service(ctx: StepContext) -> Outcome:
     spare = bool(ctx.values.get("spare", not ctx.run.requested_by))
     if node.state in IN_SERVICE - {NodeState.SUSPECT}:
         return Skip(text=f"{node.name} is in service already")
+    if node.state == NodeState.VALIDATION_FAILED:
+        return Back(to="validate", text="not validated by now: it must pass its diagnostic first")
     theirs = (f"{OWNED}{ctx.run.requested_by}", "")
     if (
         ctx.run.playbook != "return-node"
         and node.drained_by not in theirs
         and not node.drained_by.startswith(OUR_DRAIN)
     ):
-        return End(text=f"done; {node.name} stays out, for {node.drained_by} drained it")
+        return _stays_out(ctx, node)
 
     def apply() -> None:
         actor = actor_of(ctx)
@@ -562,6 +567,18 @@ def return_to_service(ctx: StepContext) -> Outcome:
             fleet.set_spare(actor, node.pk, True)
 
     return Done(text=f"{node.name} is available{', as a spare' if spare else ''}", apply=apply)
+
+
+def _stays_out(ctx: StepContext, node: Node) -> End:
+    """It has passed, and is out as it was before: it must not look like one whose validation is
+    under way until that has run out."""
+    text = f"done; {node.name} stays out, for {username(node.drained_by)} drained it"
+
+    def apply() -> None:
+        if node.state == NodeState.VALIDATING:
+            fleet.transition(actor_of(ctx), node.pk, NodeState.QUARANTINED, reason=text)
+
+    return End(text=text, apply=apply)
 
 
 # --- steps that repairs and orders share ----------------------------------------------------------

@@ -12,6 +12,7 @@ from django.db.models import Q, QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
+from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import IN_SERVICE, NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Node, RepairRecord
 from controlplane.health.actions import memory_of
@@ -257,10 +258,18 @@ def soak(ctx: StepContext) -> Outcome:
 
 
 def return_whole(ctx: StepContext) -> Outcome:
+    """As everywhere; but not without a card that it had. Whoever looks for that may switch the node
+    off and on: what it passed before counts no more."""
     node = node_steps.node_of(ctx)
-    if missing := _in_words(_missing_cards(ctx, node)):
-        return Ask(text=missing)
-    return node_steps.return_to_service(ctx)
+    missing = _in_words(_missing_cards(ctx, node))
+    if not missing or node.state == NodeState.VALIDATION_FAILED:
+        return node_steps.return_to_service(ctx)
+
+    def fail() -> None:
+        if node.state == NodeState.VALIDATING:
+            fleet.transition(SYSTEM, node.pk, NodeState.VALIDATION_FAILED, reason=missing)
+
+    return Ask(text=missing, apply=fail)
 
 
 PLAYBOOK = Playbook(

@@ -17,7 +17,9 @@ from controlplane.fleet.models import Node
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.incidents import limits
-from controlplane.incidents.choices import Effect
+from controlplane.incidents.actions.runs import look_again
+from controlplane.incidents.choices import Effect, RunState
+from controlplane.incidents.models import PlaybookRun
 from workers.playbooks.base import (
     Ask,
     Done,
@@ -28,20 +30,16 @@ from workers.playbooks.base import (
     Wait,
 )
 
+#: How a watch begins to say that the site is silent, also when it asks for a person.
+SILENT = "silent, their state unknown: "
+
 
 def watch(ctx: StepContext) -> Outcome:
-    silent = list(
-        Node.objects.select_related("lease", "cluster", "rack").filter(
-            cluster_id=ctx.run.cluster_id,
-            state__in=sorted(IN_SERVICE),
-            hold_reason="",
-            lease__reachable=False,
-        )
-    )
+    silent = _silent_nodes(ctx.run.cluster_id)
     names = ", ".join(sorted(node.name for node in silent))
     if any(limits.silence_around(node) for node in silent):
         waited = timezone.now() - (ctx.step.started_at or timezone.now())
-        text = f"silent, their state unknown: {names}. Nothing is done to them"
+        text = f"{SILENT}{names}. Nothing is done to them"
         if waited > timedelta(seconds=settings.SILENCE_ASK_S):
             return Ask(
                 text=f"{text}. This lasts {waited.total_seconds():.0f} s: look at their switch, "
@@ -66,6 +64,28 @@ def watch(ctx: StepContext) -> Outcome:
             apply=hand_over,
         )
     return Done(text="all are heard again")
+
+
+def look_again_once_heard() -> None:
+    """Let the watches that asked for a person look again whose sites are heard by now: nothing else
+    wakes them. One that asked for another reason is left to people."""
+    asking = PlaybookRun.objects.filter(
+        playbook=PLAYBOOK.name, state=RunState.NEEDS_OPERATOR, state_reason__startswith=SILENT
+    )
+    for run in asking:
+        if not any(limits.silence_around(node) for node in _silent_nodes(run.cluster_id)):
+            look_again(run.pk, "the silence is over", afresh=False)
+
+
+def _silent_nodes(cluster_id: str) -> list[Node]:
+    return list(
+        Node.objects.select_related("lease", "cluster", "rack").filter(
+            cluster_id=cluster_id,
+            state__in=sorted(IN_SERVICE),
+            hold_reason="",
+            lease__reachable=False,
+        )
+    )
 
 
 PLAYBOOK = Playbook(

@@ -57,6 +57,7 @@ from controlplane.incidents.actions.rma import (
 )
 from controlplane.incidents.actions.runs import (
     cancel_run,
+    look_again,
     pause_overdue_runs,
     pause_run,
     request_run,
@@ -81,6 +82,7 @@ __all__ = [
     "finish_endings",
     "incident_of_replica",
     "keep_warm_spares",
+    "look_again",
     "may_be_started",
     "merge_into",
     "move_replica",

@@ -22,6 +22,7 @@ from controlplane.ids import new_id
 from controlplane.incidents.actions.incidents import resolve
 from controlplane.incidents.actions.merging import (
     incident_of_replica,
+    merge_into,
     open_for_loss,
     open_for_replica,
     title_of_loss,
@@ -45,7 +46,7 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placement, Replica
 from controlplane.jobs.selectors import left_together, was_sent_away
-from workers.triage import ACTIONS
+from workers.triage import ACTIONS, FOR_PEOPLE
 
 ADMIT = "admit-node"
 WARM_SPARE = "warm-spare"
@@ -301,10 +302,20 @@ def repair_node(
             incident=incident, title=f"Repair {node.name}", context=wanted
         )
         touch(node.cluster_id, ("run", run.pk))
+        _let_go_on_within(incident, run.incident, node)
         PlaybookStep.objects.filter(run=run, state=StepState.WAITING).update(wake_at=timezone.now())
         if news := _news_of_need(run.context, wanted):
             look_again(run.pk, news, afresh=True)
     return run
+
+
+def _let_go_on_within(incident: Incident | None, before: Incident | None, node: Node) -> None:
+    """A node's own incident is a part of that which took its repair over, and nothing else would
+    end it; unless something of it is left to people, who would not be shown it there."""
+    if incident is None or before is None or before.subject != f"node/{node.pk}":
+        return
+    if not before.failures.filter(needed__in=sorted(FOR_PEOPLE)).exists():
+        merge_into(incident, [before])
 
 
 def _news_of_need(before: dict[str, Any], wanted: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import SignalKind
-from controlplane.health.models import Signal
+from controlplane.health.models import Failure, Signal
 from controlplane.incidents.actions.incidents import tell
 from controlplane.incidents.choices import (
     RUN_ACTIVE,
@@ -230,6 +230,7 @@ def _end_drain(actor: Actor, run: PlaybookRun, node: Node, reason: str) -> None:
     let_go = run.reservations.filter(node=node)
     if found is None or let_go.exists() or node.state not in BEING_DRAINED:
         return
+    _judge_again(node, run.created_at)
     why = f"its drain was called off: {reason}"
     fleet.transition(actor, node.pk, _state_before(node, found["state"]), reason=why)
     own = f"{OWNED}{run.requested_by}"
@@ -237,6 +238,16 @@ def _end_drain(actor: Actor, run: PlaybookRun, node: Node, reason: str) -> None:
         # An earlier drain that came to nothing wrote what this one found: it is over with this.
         over = found["state"] == NodeState.DRAIN_FAILED or found["drained_by"] == own
         fleet.set_drained_by(actor, node.pk, "" if over else found["drained_by"], why)
+
+
+def _judge_again(node: Node, since: datetime) -> None:
+    """What its hardware told while it was being emptied led to nothing, for it was in somebody's
+    hands."""
+    untold = Failure.objects.filter(node=node, incidents=None, created_at__gte=since)
+    lines = Signal.objects.filter(kind__in=(SignalKind.KERNEL_LINE, SignalKind.READING), node=node)
+    # Triage sees to those that it has not handled, and holds them perhaps.
+    lines.filter(failures__in=untold, triaged_at__isnull=False).update(triaged_at=None)
+    doorbell.ring_after_commit()
 
 
 def _state_before(node: Node, found: str) -> NodeState:
