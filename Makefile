@@ -66,13 +66,14 @@ bench: .venv/installed-dev
 
 # --- environment ----------------------------------------------------------------------------------
 
-.venv/bin/python:
+# Made last: an environment whose making was cut short is completed.
+.venv/bin/pip:
 	@test -n "$(PYTHON)" || { echo "Drydock needs Python 3.11 or later with its venv module:" \
 		"install it (Debian: apt install python3-venv), or name it: make up PYTHON=/path" >&2; exit 1; }
 	@echo "making .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
 
-.venv/installed: requirements.lock | .venv/bin/python
+.venv/installed: requirements.lock | .venv/bin/pip
 	@echo "installing packages into .venv: some minutes the first time, torch is the largest"
 	@$(PIP) -r requirements.lock $(BRIEFLY)
 	@touch $@

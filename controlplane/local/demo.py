@@ -25,6 +25,7 @@ from controlplane.jobs.choices import JOB_ACTIVE, JobState
 from controlplane.jobs.models import Job
 from controlplane.local import fleet, runfile
 from controlplane.local.fleet import MAIN_CLUSTER, NodePlan
+from controlplane.local.up import CHANGED
 from node_agent.bmc import USER as BMC_USER
 
 ADMIN = "admin"
@@ -52,12 +53,19 @@ class DemoError(Exception):
 
 
 def ensure_admin(home: Path) -> None:
-    """Make the first user, with a password that only the home's owner can read."""
+    """Make the first user, with a password that only the home's owner can read. Notes whether that
+    password lets anyone in by now: it may have been set anew, or the user switched off."""
     password_file = home / "admin-password"
     if not password_file.exists():
         runfile.write_private(password_file, secrets.token_urlsafe(12))
-    if not User.objects.filter(username=ADMIN).exists():
-        accounts.create_user(SYSTEM, ADMIN, password_file.read_text(), superuser=True)
+    password = password_file.read_text()
+    admin = User.objects.filter(username=ADMIN).first()
+    if admin is None:
+        admin = accounts.create_user(SYSTEM, ADMIN, password, superuser=True)
+    if admin.is_active and admin.check_password(password):
+        (home / CHANGED).unlink(missing_ok=True)
+    else:
+        (home / CHANGED).touch()
 
 
 def believe_all_alive() -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import shutil
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 
 from controlplane.local import processes
-from controlplane.local.up import holder
+from controlplane.local.up import holder, locked
 
 #: Longest that a whole product may take to stop, in seconds.
 STOP_S = 120.0
@@ -20,14 +22,26 @@ STOP_S = 120.0
 def down(home: Path, say: Callable[[str], None]) -> bool:
     """Stop the product of this home, or what a killed run has left. False if it did not end."""
     running = holder(home)
-    if running is not None and not _stop(int(running["pid"]), str(running["url"]), say):
+    if running and not _stop(int(running["pid"]), str(running["url"]), say):
         return False
-    swept = processes.sweep(home)
+    with _alone(home):
+        swept = processes.sweep(home)
     if swept:
         say(f"stopped {swept} processes that a killed run had left")
-    elif running is None:
+    elif not running:
         say("nothing runs")
     return True
+
+
+@contextmanager
+def _alone(home: Path) -> Iterator[None]:
+    """Let nothing start in this home meanwhile. Ends the command where something just does."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(locked(home))
+        except BlockingIOError as error:
+            sys.exit(str(error))
+        yield
 
 
 def _stop(pid: int, url: str, say: Callable[[str], None]) -> bool:
@@ -59,8 +73,12 @@ def forget(home: Path) -> None:
     doomed = forgotten(home)
     if doomed.exists():
         shutil.rmtree(doomed)
-    if not home.exists():
-        return
+    if home.exists():
+        with _alone(home):
+            _delete(home, doomed)
+
+
+def _delete(home: Path, doomed: Path) -> None:
     try:
         home.rename(doomed)
     except OSError:  # a mount point, or a folder that we may not write to

@@ -1,6 +1,6 @@
 """The processes of one home: started, remembered, stopped, and found again after a crash.
 
-Signals only what it can prove to be its own: by pid and start time, or by the mark in the
+Signals only what it can prove to be its own: by a process's identity, or by the mark in the
 environment that everything started here inherits. Never by name.
 """
 
@@ -150,12 +150,11 @@ class Child:
 
     def _remember(self, pid: int) -> None:
         try:
-            started_at = psutil.Process(pid).create_time()
-        except psutil.NoSuchProcess:
+            identity = runfile.identity(pid)
+        except ProcessLookupError:
             return
-        record = {
-            "pid": pid,
-            "started_at": started_at,
+        record: dict[str, object] = {
+            **identity,
             "stop_signal": int(self.program.stop_signal),
             "stop_s": self.program.stop_s,
             "stop_order": self.program.stop_order,
@@ -226,7 +225,7 @@ def _recorded(home: Path) -> list[_Remain]:
     found = []
     for path in sorted((home / "pids").glob("*.json")):
         record: dict[str, Any] = json.loads(path.read_text())
-        if runfile.is_alive(record["pid"], record["started_at"]):
+        if runfile.is_alive(record):
             found.append(
                 _Remain(
                     psutil.Process(record["pid"]),

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import secrets
+import sys
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-import psutil
+from node_agent import procfs
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 _found: dict[str, str] = {}
@@ -27,10 +31,11 @@ def path() -> Path:
 def load_into(environ: MutableMapping[str, str]) -> None:
     """Set what the run file names and the environment does not; make the secret key if needed."""
     _found.update(environ)
-    for name, value in read().items():
-        environ.setdefault(name, value)
-    if "SECRET_KEY" not in environ and "SECRET_KEY_FILE" not in environ:
-        environ["SECRET_KEY"] = secret_key()
+    with ours(home()):
+        for name, value in read().items():
+            environ.setdefault(name, value)
+        if "SECRET_KEY" not in environ and "SECRET_KEY_FILE" not in environ:
+            environ["SECRET_KEY"] = secret_key()
 
 
 def callers_environment() -> dict[str, str]:
@@ -44,26 +49,39 @@ def read() -> dict[str, str]:
         content = json.loads(path().read_text())
     except FileNotFoundError:
         return {}
-    if not is_alive(content["pid"], content["started_at"]):
+    if not is_alive(content):
         return {}
     return {name: str(value) for name, value in content["environment"].items()}
 
 
 def write(environment: dict[str, str], pid: int) -> None:
     """Replace the run file whole, readable by its owner only. `pid` is the running `up`."""
-    started_at = psutil.Process(pid).create_time()
-    content = {"pid": pid, "started_at": started_at, "environment": environment}
+    content: dict[str, object] = {**identity(pid), "environment": environment}
     write_private(path(), json.dumps(content, indent=1))
 
 
-def is_alive(pid: int, started_at: float) -> bool:
-    """Whether this very process lives, and not another one that was given its number."""
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - started_at) < 1
-        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
+def identity(pid: int) -> dict[str, int | str]:
+    """What names this process and never another one: numbers are given again, and a time of day
+    moves with the clock. Raises ProcessLookupError if it is gone."""
+    process = procfs.read(pid)
+    if process is None:
+        raise ProcessLookupError(pid)
+    return {"pid": pid, "start_ticks": process.start_ticks, "boot_id": _boot_id()}
+
+
+def is_alive(record: Mapping[str, Any]) -> bool:
+    """Whether the very process that has this `identity` lives. Of a record that an earlier version
+    wrote nobody can say, and it does not."""
+    if record.get("boot_id") != _boot_id():
         return False
+    return procfs.is_alive(record["pid"], record["start_ticks"])
+
+
+def _boot_id() -> str:
+    """Of the kernel; empty in a sandbox that does not tell."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def secret_key() -> str:
@@ -72,6 +90,30 @@ def secret_key() -> str:
     if not key_file.exists():
         write_private(key_file, secrets.token_urlsafe(48))
     return key_file.read_text().strip()
+
+
+@contextmanager
+def ours(home: Path) -> Iterator[None]:
+    """End the command, with a sentence, at what another user keeps closed in this home."""
+    try:
+        yield
+    except PermissionError as error:
+        sys.exit(
+            f"{home} belongs to {owner(Path(error.filename))}: run this as that user, or choose "
+            "another place with DRYDOCK_HOME=/path."
+        )
+
+
+def owner(path: Path) -> str:
+    """Whose this is; whose the folder is, of what is not there or not to be seen."""
+    try:
+        user = path.stat().st_uid
+    except (FileNotFoundError, PermissionError):
+        return owner(path.parent)
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return f"user {user}"
 
 
 def write_private(target: Path, text: str) -> None:

@@ -87,12 +87,15 @@ def plan(
     """Prepare the folders, users and addresses of the services that `environ` does not name.
 
     `taken`: the ports of servers that will be started beside them. Raises ServiceError when this
-    machine cannot run them.
+    machine cannot run them, or another user does.
     """
     programs: list[Program] = []
     database_url, redis_url = environ.get("DATABASE_URL", ""), environ.get("REDIS_URL", "")
     data = None
-    user = None if database_url and redis_url else _service_user(say)
+    user = None
+    if not (database_url and redis_url):
+        _check_owner(home)
+        user = _service_user(say)
     if not database_url:
         data = home / "postgres"
         sockets = _socket_folder(home, user)
@@ -143,6 +146,9 @@ def _postgres(
     _open_path(data, user, say)
     if not (data / "PG_VERSION").exists():
         _make_cluster(binaries, data, user, say)
+    elif user is not None and data.stat().st_uid == 0:  # handed over to root, who runs it as `user`
+        for path in (data, *data.rglob("*")):
+            _give(path, user)
     settings = {**POSTGRES_SETTINGS, "unix_socket_directories": str(sockets)}
     if not durable:
         settings["fsync"] = "off"
@@ -204,9 +210,10 @@ def _socket_folder(home: Path, user: str | None) -> Path:
         folder = Path(tempfile.gettempdir()) / f"drydock-{os.getuid()}-{digest}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _give(folder, user)
-    owner = pwd.getpwuid(folder.stat().st_uid).pw_name
-    if owner != (user or pwd.getpwuid(os.getuid()).pw_name):
-        raise ServiceError(f"{folder} belongs to {owner}: remove it, or set TMPDIR, and try again.")
+    if user is None and folder.stat().st_uid != os.geteuid():
+        raise ServiceError(
+            f"{folder} belongs to {runfile.owner(folder)}: remove it, or set TMPDIR, and try again."
+        )
     folder.chmod(0o700)
     return folder
 
@@ -261,6 +268,23 @@ def _ping(url: str) -> bool:
 
 
 # --- the user they run as -------------------------------------------------------------------------
+
+
+def _check_owner(home: Path) -> None:
+    """Raises ServiceError if another user runs this home: what is given to our servers is closed to
+    theirs."""
+    ourselves = os.geteuid()
+    for path in (home / name for name in ("up.lock", "postgres", "redis", "sockets")):
+        if not path.exists() or path.stat().st_uid == ourselves:
+            continue
+        owner = runfile.owner(path)
+        by_root = owner == SERVICE_USER
+        if not (by_root and ourselves == 0):
+            raise ServiceError(
+                f"{path} belongs to {owner}: run `make up` as {'root' if by_root else owner}; or "
+                f"hand all of it over, while nothing runs: `sudo chown -R NAME {home}`; or choose "
+                "another place with DRYDOCK_HOME=/path."
+            )
 
 
 def _service_user(say: Say) -> str | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from controlplane.local import fleet, processes, runfile, services
 from controlplane.local.processes import Program
@@ -25,6 +26,8 @@ from controlplane.local.supervisor import Interrupted, ProgramFailed, Supervisor
 MIN_FREE_BYTES = 1_000_000_000
 #: When `up` began (Unix time), so that what it runs counts the same seconds.
 STARTED = "DRYDOCK_UP_STARTED"
+#: In a home while the first user's password is another than the one in `admin-password`.
+CHANGED = "admin-password-changed"
 
 
 class UpError(Exception):
@@ -72,16 +75,35 @@ def say(line: str) -> None:
 
 
 def holder(home: Path) -> dict[str, str | int] | None:
-    """The `up` that runs for this home: its `pid` and `url`; None if none does."""
+    """The `up` that runs for this home: its `pid` and `url`, or neither while it begins or the home
+    is cleared; None if none does."""
     try:
-        with (home / "up.lock").open() as stream:
+        with runfile.ours(home), (home / "up.lock").open() as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        content: dict[str, str | int] = json.loads((home / "up.lock").read_text())
+        content: dict[str, str | int] = json.loads((home / "up.lock").read_text() or "{}")
         return content
     return None
+
+
+@contextmanager
+def locked(home: Path) -> Iterator[TextIO]:
+    """Hold the home's lock, to write in it who does. Raises BlockingIOError, with a sentence, when
+    another command has it."""
+    with ExitStack() as held:
+        with runfile.ours(home):
+            home.mkdir(mode=0o711, parents=True, exist_ok=True)
+            stream = held.enter_context((home / "up.lock").open("a+"))
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"Drydock starts or stops just now for {home}: try again in a moment."
+            ) from None
+        stream.truncate(0)
+        yield stream
 
 
 def _run(options: Options, nodes: list[fleet.NodePlan]) -> int:
@@ -218,11 +240,13 @@ def _await_port(port: int, supervisor: Supervisor) -> None:
 
 
 def _greet(options: Options, *, whole: bool) -> None:
-    password = (options.home / "admin-password").read_text().strip()
+    shown = (options.home / "admin-password").read_text().strip()
+    if (options.home / CHANGED).exists():
+        shown = "as it was set on the Users page"
     _print(
         f"\n  Drydock runs:  {options.url}\n"
         f"  log in as      admin\n"
-        f"  password       {password}\n\n"
+        f"  password       {shown}\n\n"
         "  Now break something, in another terminal, and watch it being mended:\n"
         "                 python manage.py scenario kill-process\n\n"
         "  Ctrl-C stops everything and keeps the data; `make up` goes on from there.\n",
@@ -245,17 +269,17 @@ def _print(text: str) -> None:
 @contextmanager
 def _only_one(options: Options) -> Iterator[None]:
     """Hold the home's lock. Raises UpError, naming its address, when another `up` has it."""
-    options.home.mkdir(mode=0o711, parents=True, exist_ok=True)
-    with (options.home / "up.lock").open("a+") as stream:
+    with ExitStack() as held:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            other = holder(options.home) or {}
+            stream = held.enter_context(locked(options.home))
+        except BlockingIOError as error:
+            other = holder(options.home)
+            if not other:
+                raise UpError(str(error)) from None
             raise UpError(
-                f"Drydock already runs for {options.home} at {other.get('url')} (process "
-                f"{other.get('pid')}). Use that one, or stop it with `make down`."
+                f"Drydock already runs for {options.home} at {other['url']} (process "
+                f"{other['pid']}). Use that one, or stop it with `make down`."
             ) from None
-        stream.truncate(0)
         stream.write(json.dumps({"pid": os.getpid(), "url": options.url}))
         stream.flush()
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.local import processes, runfile
-from tests.ports import free_port
+from tests.ports import free_ports
 
 
 @contextmanager
@@ -27,6 +28,19 @@ def new_home() -> Iterator[Path]:
         processes.sweep(folder)
 
 
+#: For tests of what belongs to another user.
+by_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may act as another user")
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    os.seteuid(pwd.getpwnam("nobody").pw_uid)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 @pytest.fixture
 def home() -> Iterator[Path]:
     with new_home() as folder:
@@ -38,7 +52,7 @@ class Product:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.port, self.ingest_port = free_port(), free_port()
+        self.port, self.ingest_port = free_ports(2)
         self.ready = home / "ready"
         self.url = f"http://127.0.0.1:{self.port}"
         self.started: list[subprocess.Popen[str]] = []

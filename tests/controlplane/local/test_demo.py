@@ -15,6 +15,7 @@ from controlplane.fleet.models import Cluster, JoinToken, Lease, Node
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs.choices import JobState
 from controlplane.local import demo, fleet
+from controlplane.local.up import Options, _greet
 from tests.factories import ClusterFactory, JobFactory, NodeFactory
 
 pytestmark = pytest.mark.django_db
@@ -57,6 +58,27 @@ def test_the_first_user_can_log_in_with_the_password_in_the_home(home: Path) -> 
     password = home / "admin-password"
     assert User.objects.get(username=demo.ADMIN).check_password(password.read_text())
     assert stat.S_IMODE(password.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("now", [{"password": "!"}, {"is_active": False}])
+def test_a_password_that_lets_nobody_in_is_not_told(
+    home: Path, capsys: pytest.CaptureFixture[str], now: dict[str, object]
+) -> None:
+    demo.ensure_admin(home)
+    admins = User.objects.filter(username=demo.ADMIN)
+    before = admins.values("password", "is_active").get()
+    admins.update(**now)
+    assert "as it was set on the Users page" in greeting(home, capsys)
+
+    admins.update(**before)
+    assert (home / "admin-password").read_text() in greeting(home, capsys)
+
+
+def greeting(home: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the next `up` tells of the first user."""
+    demo.ensure_admin(home)
+    _greet(Options(home=home), whole=False)
+    return capsys.readouterr().out
 
 
 def test_each_cluster_gets_a_token_for_exactly_its_nodes(home: Path) -> None:

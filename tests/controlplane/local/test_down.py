@@ -14,6 +14,7 @@ import pytest
 
 from controlplane.local import down, processes, services
 from controlplane.local.processes import Child, Program
+from controlplane.local.up import holder
 
 Eventually = Callable[..., object]
 #: Holds the home's lock, and ends by force when it is asked to.
@@ -71,7 +72,39 @@ def test_one_that_ends_before_it_is_asked_has_ended(home: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write(json.dumps({"pid": gone.pid, "url": "http://there"}))
         lock.flush()
-        assert down.down(home, said)
+        assert down.down(home, lambda _line: fcntl.flock(lock, fcntl.LOCK_UN))
+
+
+def test_what_starts_just_now_is_neither_stopped_nor_forgotten(used: Path) -> None:
+    child = Child(used, Program("sleeper", ("sleep", "600"), used))
+    child.start()
+    with (used / "up.lock").open("a+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(SystemExit, match="starts or stops just now"):
+            down.down(used, said)
+        with pytest.raises(SystemExit, match="starts or stops just now"):
+            down.forget(used)
+    assert child.poll() is None
+    assert (used / "secret-key").exists()
+    child.stop()
+
+
+def test_nothing_starts_in_a_home_while_it_is_cleared(
+    used: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    def clear(folder: Path) -> int:
+        seen.append(holder(folder))
+        return 0
+
+    with monkeypatch.context() as watched:
+        watched.setattr(processes, "sweep", clear)
+        watched.setattr("shutil.rmtree", clear)
+        assert down.down(used, said)
+        down.forget(used)
+    assert seen == [{}, {}]
+    assert holder(used) is None
 
 
 def test_a_reset_that_is_cut_short_leaves_no_home(

@@ -1,4 +1,4 @@
-"""Every target of the Makefile can be read by make."""
+"""Every target of the Makefile can be read by make, and an environment cut short is completed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_make_understands_the_target(target: str) -> None:
 
 def test_a_python_is_found_where_none_is_named() -> None:
     done = subprocess.run(
-        ["make", "--dry-run", "--file", str(runfile.REPOSITORY / "Makefile"), ".venv/bin/python"],
+        ["make", "--dry-run", "--file", str(runfile.REPOSITORY / "Makefile"), ".venv/bin/pip"],
         cwd="/",
         env={name: value for name, value in os.environ.items() if name != "PYTHON"},
         capture_output=True,
@@ -40,7 +40,7 @@ def test_a_python_is_found_where_none_is_named() -> None:
 
 def test_a_missing_python_is_said_in_a_sentence() -> None:
     done = subprocess.run(
-        ["make", "PYTHON=", "--file", str(runfile.REPOSITORY / "Makefile"), ".venv/bin/python"],
+        ["make", "PYTHON=", "--file", str(runfile.REPOSITORY / "Makefile"), ".venv/bin/pip"],
         cwd="/",
         capture_output=True,
         text=True,
@@ -48,6 +48,42 @@ def test_a_missing_python_is_said_in_a_sentence() -> None:
     )
     assert done.returncode != 0
     assert "Drydock needs Python 3.11 or later" in done.stderr
+
+
+def half_made(venv: Path) -> None:
+    """As one is left that was cut short: pip comes last."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+
+
+def test_an_environment_that_was_cut_short_is_completed(checkout: Path) -> None:
+    half_made(checkout / ".venv")
+    done = install(checkout)
+    assert done.returncode == 0, done.stderr
+    assert "making .venv" in done.stdout
+    pip = [str(checkout / ".venv" / "bin" / "python"), "-m", "pip", "--version"]
+    assert subprocess.run(pip, check=False).returncode == 0
+    assert "is up to date" in install(checkout).stdout
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """One that needs no packages."""
+    (tmp_path / "requirements.lock").touch()
+    return tmp_path
+
+
+def install(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [
+            *("make", "--file", str(runfile.REPOSITORY / "Makefile"), ".venv/installed"),
+            f"PYTHON={sys.executable}",
+        ],
+        cwd=folder,
+        env={**os.environ, "LC_ALL": "C", "MAKEFLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def test_all_benchmarks_run_and_those_that_fail_are_named_at_the_end(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from controlplane.local import processes
+from controlplane.local import processes, runfile
 from controlplane.local.processes import Child, Program
 
 Eventually = Callable[..., object]
@@ -56,11 +56,14 @@ def test_sweep_ends_the_recorded_and_their_children(home: Path, eventually: Even
     assert processes.marked(home) == []
 
 
+@pytest.mark.parametrize(
+    "told", [{**runfile.identity(os.getpid()), "start_ticks": 1}, {"started_at": 1.0}]
+)
 def test_sweep_leaves_a_process_that_only_has_the_number(
-    home: Path, eventually: Eventually
+    home: Path, eventually: Eventually, told: dict[str, object]
 ) -> None:
     child = started(home / "other", program(home, SLEEPER), eventually)
-    record = {"pid": child.pid, "started_at": 1.0, "stop_signal": 15, "stop_s": 1, "stop_order": 1}
+    record = {**told, "pid": child.pid, "stop_signal": 15, "stop_s": 1, "stop_order": 1}
     (home / "pids").mkdir()
     (home / "pids" / "sleeper.json").write_text(json.dumps(record))
     assert processes.sweep(home) == 0

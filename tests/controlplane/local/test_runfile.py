@@ -9,11 +9,13 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from controlplane.local import runfile
+from tests.controlplane.local.conftest import as_nobody, by_root
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,46 @@ def test_what_a_dead_up_has_left_is_not_believed() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         runfile.write({"REDIS_URL": "redis://gone"}, process.pid)
     assert runfile.read() == {}
+
+
+def test_a_step_of_the_clock_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    runfile.write({"REDIS_URL": "redis://there"}, os.getpid())
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: 1.0)  # it moves along with the clock
+    assert runfile.read() == {"REDIS_URL": "redis://there"}
+
+
+@pytest.mark.parametrize("other", [{"start_ticks": 1}, {"boot_id": "another"}])
+def test_another_process_that_has_the_number_is_told_apart(other: dict[str, object]) -> None:
+    identity = runfile.identity(os.getpid())
+    assert runfile.is_alive(identity)
+    assert not runfile.is_alive({**identity, **other})
+
+
+def test_the_record_of_an_earlier_version_names_nobody() -> None:
+    assert not runfile.is_alive({"pid": os.getpid(), "started_at": time.time()})
+
+
+@by_root
+def test_whose_the_home_is_is_said_to_another_user() -> None:
+    runfile.write({}, os.getpid())
+    with as_nobody(), pytest.raises(SystemExit, match="belongs to root: run this as that user"):
+        runfile.load_into({})
+
+
+@by_root
+def test_whose_the_secret_key_is_is_said_to_another_user() -> None:
+    runfile.secret_key()
+    with as_nobody(), pytest.raises(SystemExit, match="belongs to root: run this as that user"):
+        runfile.load_into({})
+
+
+@by_root
+def test_whose_the_folder_is_is_said_to_one_who_may_not_make_a_home_there(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRYDOCK_HOME", str(home / "new"))
+    with as_nobody(), pytest.raises(SystemExit, match="new belongs to root: run this"):
+        runfile.load_into({})
 
 
 def test_it_is_readable_by_its_owner_only() -> None:

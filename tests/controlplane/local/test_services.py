@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -18,6 +19,7 @@ from django.db import connection
 from controlplane.env import database_from_url
 from controlplane.local import processes, services
 from controlplane.local.processes import Child
+from tests.controlplane.local.conftest import as_nobody, by_root
 
 
 def start(home: Path) -> tuple[services.Plan, dict[str, Child]]:
@@ -82,6 +84,23 @@ def test_a_long_path_gets_a_short_socket(home: Path) -> None:
     folder = socket_folder(plan)
     assert len(str(folder)) < 80
     folder.rmdir()
+
+
+@by_root
+@pytest.mark.parametrize("name", ["up.lock", "postgres", "redis", "sockets"])
+def test_what_belongs_to_another_users_servers_is_left_to_them(home: Path, name: str) -> None:
+    (home / name).mkdir()
+    shutil.chown(home / name, "nobody")
+    with pytest.raises(services.ServiceError, match=f"{name} belongs to nobody: .* as nobody"):
+        services.plan(home, {}, print)
+    assert [(path.name, path.owner()) for path in home.iterdir()] == [(name, "nobody")]
+
+
+@by_root
+def test_what_root_has_started_is_refused_to_others(home: Path) -> None:
+    services.plan(home, {}, print)
+    with as_nobody(), pytest.raises(services.ServiceError, match="run `make up` as root"):
+        services.plan(home, {}, print)
 
 
 def test_the_users_own_servers_are_used_and_nothing_is_started(home: Path) -> None:

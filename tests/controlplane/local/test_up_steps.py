@@ -8,8 +8,9 @@ import pytest
 
 from controlplane.local.processes import Program
 from controlplane.local.supervisor import ProgramFailed, Supervisor
-from controlplane.local.up import Options, UpError, _greet, _ports, _show_demo
-from tests.ports import free_port
+from controlplane.local.up import Options, UpError, _greet, _only_one, _ports, _show_demo, locked
+from tests.controlplane.local.conftest import as_nobody, by_root
+from tests.ports import free_port, free_ports
 
 
 class Refusing(Supervisor):
@@ -44,10 +45,24 @@ def test_what_waits_for_everything_is_not_told_that_half_of_it_runs(
     assert "secret" in capsys.readouterr().out
 
 
+def test_none_starts_in_a_home_that_is_being_cleared(home: Path) -> None:
+    with locked(home), pytest.raises(UpError, match="starts or stops just now"):
+        _only(home)
+    _only(home)
+
+
+@by_root
+def test_whose_the_lock_is_is_said_to_another_user(home: Path) -> None:
+    _only(home)
+    with as_nobody(), pytest.raises(SystemExit, match="belongs to root: run this as that user"):
+        _only(home)
+
+
 def test_two_that_start_at_the_same_time_never_share_a_port(home: Path) -> None:
-    one = Options(home=home, port=free_port(), ingest_port=free_port())
-    other = Options(home=home, port=free_port(), ingest_port=one.ingest_port)
-    with _ports(one), pytest.raises(UpError, match=f"Port {one.ingest_port} .* INGEST_PORT="):
+    port, other_port, shared = free_ports(3)
+    one = Options(home=home, port=port, ingest_port=shared)
+    other = Options(home=home, port=other_port, ingest_port=shared)
+    with _ports(one), pytest.raises(UpError, match=f"Port {shared} .* INGEST_PORT="):
         _enter(other)
     _enter(other)
 
@@ -56,6 +71,12 @@ def test_pages_and_ingest_never_share_a_port(home: Path) -> None:
     port = free_port()
     with pytest.raises(UpError, match=f"Port {port} cannot be used"):
         _enter(Options(home=home, port=port, ingest_port=port))
+
+
+def _only(home: Path) -> None:
+    """Hold the home's lock, and give it back."""
+    with _only_one(Options(home=home)):
+        return
 
 
 def _enter(options: Options) -> None:
