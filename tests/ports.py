@@ -12,9 +12,23 @@ from contextlib import suppress
 SERVER_PORTS = range(15_000, 32_000)
 
 
+#: Given by this process. Of those in one test some are bound much later than they were found free.
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port of the loopback that nobody listens on, and that no connection will take."""
-    for port in random.sample(SERVER_PORTS, 100):
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of the loopback, none given before, that nobody listens on and no connection takes.
+    Whatever a test seeds, other processes draw others."""
+    found: list[int] = []
+    for port in random.SystemRandom().sample(SERVER_PORTS, len(SERVER_PORTS)):
+        if len(found) == count:
+            break
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise RuntimeError("No free TCP port on 127.0.0.1 in a hundred tries: close some programs.")
+            found += {port} - _given
+            _given.add(port)
+    assert len(found) == count, "Few TCP ports on 127.0.0.1 are free: close some programs."
+    return found

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from controlplane.local.processes import MARK
-from tests.ports import free_port
+from tests.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: What the test run has set for itself; the product beside it must not see it.
@@ -191,7 +191,8 @@ def product(request: pytest.FixtureRequest) -> Iterator[Product]:
     # Not under pytest's own temporary folder: each run of pytest closes that to other users, and
     # as root the embedded PostgreSQL is another user.
     home = Path(tempfile.mkdtemp(prefix="drydock-e2e-"))
-    product = Product(home, free_port(), free_port())
+    port, ingest_port = free_ports(2)
+    product = Product(home, port, ingest_port)
     try:
         product.start()
         yield product

@@ -114,7 +114,7 @@ class Delivery:
         self.keepers = Keepers(job.rank, job.domain)  # whose memory keeps what we save
         #: the address of this node's holder where that is to keep ours too, else ""
         self.own_holder: Callable[[], str] = lambda: ""
-        #: called, on a thread of its own, when another keeps it from now on
+        #: called, on a thread of its own, when another keeps it from now on, and when one has
         self.on_keeper: Callable[[], None] = _nobody_looks
         #: "epoch" and "step" of the state that the job began from, as far as that is known, and
         #: "first", the epoch that began with it
@@ -457,7 +457,8 @@ class Delivery:
         """What we wrote was read back, and with it, perhaps, the `whole` checkpoint."""
         self._is_well(write.tier.name)
         if write.tier.name == "peer":
-            self.keepers.kept()
+            self.keepers.kept(write.save.asked)
+            self.on_keeper()
         pace = write.tier.pace
         pace.note(write.save.stall_s, write.durable_s, write.save.shares(write.tier))
         if whole is None:

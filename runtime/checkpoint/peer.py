@@ -129,6 +129,8 @@ class Keepers:
         self._of: Callable[[Collection[str]], Place | None] = lambda _lost: None
         self._lost: set[str] = set()  # addresses
         self._failing = ("", 0.0)  # the address to which saves fail, and since when, monotonic
+        self._chosen_at = 0.0  # when it was, monotonic
+        self._keeps = False  # something that was asked of it since
         self._lock = threading.Lock()
 
     def meet(self, members: Sequence[Mapping[str, Any]], replica: int) -> None:
@@ -155,10 +157,15 @@ class Keepers:
             self._choose()
             return self.keeper.address != address
 
-    def kept(self) -> None:
-        """A save was."""
+    def kept(self, asked: float) -> None:
+        """A save was, that was asked for then, monotonic."""
         with self._lock:
             self._failing = ("", 0.0)
+            self._keeps |= asked >= self._chosen_at
+
+    def keeps(self) -> bool:
+        """Whether the keeper has something of ours, and not only is to have it."""
+        return self._keeps
 
     def _choose_by(self, of: Callable[[Collection[str]], Place | None]) -> None:
         with self._lock:
@@ -167,10 +174,13 @@ class Keepers:
             self._choose()
 
     def _choose(self) -> None:
+        before = self.keeper
         self.keeper = self._of(self._lost)
         if self.keeper is None and self._lost:  # then one of them may be back
             self._lost.clear()
             self.keeper = self._of(())
+        if self.keeper != before:
+            self._chosen_at, self._keeps = time.monotonic(), False
 
 
 # --- the holder of this node --------------------------------------------------------------------

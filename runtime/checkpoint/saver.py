@@ -114,16 +114,19 @@ class Checkpointer:
         return [place.address for place in others]
 
     def _note_keeper(self) -> None:
-        """Another keeps what we save, perhaps."""
-        keeper, domain = self.delivery.keepers.keeper, self.job.domain
-        if keeper is None or (near := keeper.domain == domain) == self._near:
+        """Another keeps what we save, perhaps, or has kept it."""
+        keepers, domain = self.delivery.keepers, self.job.domain
+        keeper = keepers.keeper
+        if keeper is None:
             return
-        self._near = near
-        if near:
+        near = keeper.domain == domain
+        if near and not self._near:
+            self._near = True
             text = f"no member is on another node than {domain}: its memory is lost with it"
             self.job.trouble("checkpoint_not_apart", text)
-        else:
-            text = f"{keeper.domain} keeps in memory what {domain} saves there"
+        elif self._near and not near and keepers.keeps():
+            self._near = False
+            text = f"{keeper.domain} keeps in memory what {domain} saved there"
             self.job.trouble("checkpoint_apart", text)
 
     # --- saving ---------------------------------------------------------------------------------

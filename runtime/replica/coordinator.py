@@ -52,7 +52,7 @@ UNDECIDED_S = 10.0  # how long members that we do not know wait before a person 
 @dataclass(frozen=True)
 class Asked:
     """Who has a place that another wants: None if it is away; and the number of a ping to it, and
-    when that was sent."""
+    since when it is waited for."""
 
     holder: Peer | None
     ping: int
@@ -123,9 +123,16 @@ class Coordinator(Epochs):
             return ""  # it takes no place, or tells us who has which
         holder = self.peers.get(replica)
         if holder is None:
+            if self.alive.get(replica, placement) == placement:
+                return ""
             # It may connect again: to us, who were started anew or did not run for long.
-            absent = self.alive.get(replica, placement) != placement
-            return Asked(None, 0, self.clock()) if absent else ""
+            if asked is None or asked.holder is not None:
+                asked = Asked(None, 0, self.clock())
+            since = max(asked.since, self.started, self.woke)
+            if self.was_frozen() or self.clock() - since <= ABSENT_S:
+                return asked
+            self.lose(replica, "heartbeat")
+            return ""
         if holder.placement == placement and not holder.is_another(first):
             return ""
         if asked is None or asked.holder is not holder:

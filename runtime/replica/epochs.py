@@ -26,6 +26,7 @@ LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
 ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
 LAG_S = 10.0  # so long one that follows may make no step while the members make several
 MAX_FAILED = 3  # so often one may fail to take the newest state before others begin without it
+UNWRITTEN_S = 60.0  # no more often is it logged, for one reason, that the record is not written
 
 
 class Epochs(Roster):
@@ -43,7 +44,14 @@ class Epochs(Roster):
             elif not self.claims:
                 self.settle_cold()
         except OSError as error:  # nothing was granted; the next tick tries again
-            log.error("record_not_written path=%s error=%s", self.file.path, error)
+            self.log_unwritten(str(error))
+
+    def log_unwritten(self, why: str) -> None:
+        """Once, and again now and then: it is tried ten times a second."""
+        before, at = self.unwritten
+        if why != before or self.clock() - at >= UNWRITTEN_S:
+            self.unwritten = (why, self.clock())
+            log.error("record_not_written path=%s error=%s", self.file.path, why)
 
     def settle_cold(self) -> None:
         """Nobody trains: newcomers load what they have, agree on the newest, and begin."""
@@ -296,7 +304,6 @@ class Epochs(Roster):
     def dismiss(self) -> None:
         """All members stand at the same last edge: now each may go without hurting another. Where
         the job is over newcomers go too; else they wait for whoever is started next."""
-        log.info("dismissed epoch=%s members=%s", self.record.epoch, sorted(self.alive))
         before, members = self.record, self.members()
         over = any(member.over for member in members)
         self.keep(
@@ -308,6 +315,7 @@ class Epochs(Roster):
                 holders=before.holders,
             )
         )
+        log.info("dismissed epoch=%s members=%s", before.epoch, sorted(self.alive))
         self.alive = {}
         self.fenced = True
         self.begin_newcomers_anew()
@@ -406,8 +414,8 @@ class Epochs(Roster):
             superseded=self.places.superseded,
             holders=self.record.holders,
         )
-        log.warning("record_adopted epoch=%s members=%s", claim.epoch, sorted(claim.members))
         self.keep(record)
+        log.warning("record_adopted epoch=%s members=%s", claim.epoch, sorted(claim.members))
         members = self.claims.of(claim.epoch)
         self.claims.clear()
         self.alive = dict(claim.members)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from runtime.checkpoint import Checkpointer
-from runtime.client import Directive, Stopped
+from runtime.client import ENV_COORDINATOR, Directive, Stopped
 from runtime.data import NOT_IN_MEMORY, Batches, Shard
 from runtime.forking import take_signal
 from runtime.job import Job
@@ -24,7 +24,7 @@ from runtime.replica.heap import keep_freed_memory
 from runtime.replica.leader import BECAUSE, Leader
 from runtime.replica.led import Led
 from runtime.replica.nccl import group_for
-from runtime.replica.network import own_address
+from runtime.replica.network import address_of, own_address
 from runtime.replica.rank import Rank
 from runtime.replica.shape import cannot_drop, describe, of_loop, of_ranks
 from runtime.replica.state import Averages, Stateful, Steps, TrainingState
@@ -80,9 +80,9 @@ class ReplicaGroup:
     replicas cannot be dropped (tensor or pipeline parallel, ...), for an optimizer that trains what
     is not the model's, and for shards that the ranks cannot divide; TypeError for a trained
     parameter that is not float32 and for a state of which no copy can be made; RuntimeError where
-    DRYDOCK_NETWORK names none of this machine's addresses. Entering it, or the loop, raises
-    RuntimeError where the job does not let this replica in, or a rank of it does not come. Each
-    says what to do instead.
+    DRYDOCK_COORDINATOR is no host:port, and where DRYDOCK_NETWORK names none of this machine's
+    addresses. Entering it, or the loop, raises RuntimeError where the job does not let this replica
+    in, or a rank of it does not come. Each says what to do instead.
     """
 
     def __init__(
@@ -114,6 +114,12 @@ class ReplicaGroup:
         )
         if error:
             raise ValueError(error)
+        try:
+            address_of(job.coordinator)
+        except ValueError as unusable:
+            raise RuntimeError(
+                f"{ENV_COORDINATOR} is {job.coordinator!r}; give host:port of the job's coordinator"
+            ) from unusable
         mode = known_mode(os.environ.get(ENV_MODE) or mode)
         self.job = job
         self._batches = batches

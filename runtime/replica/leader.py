@@ -34,6 +34,8 @@ LEAVE_S = 5.0  # how long a stopping member waits for the coordinator's leave to
 #: How long one that wants the whole job to stop waits for an epoch in which it can say so, while
 #: the coordinator is there: if it went before, the others would train on.
 STOP_S = 30.0
+#: How often who waits for an epoch looks whether it is to end: that may only have been noted.
+LOOK_S = 1.0
 #: Who is told to end waits so long for the others to be told too: a launcher needs a moment to tell
 #: all. At most a quarter of the time until it is killed.
 ALL_TOLD_S = 2.0
@@ -151,7 +153,9 @@ class Leader:
 
     def close(self, *, goodbye: bool) -> None:
         """The other replicas need not wait for what we still write; we wait for our other ranks."""
-        self.link.close(goodbye=goodbye)
+        # A goodbye of one that still waits for its place would be heard once it is given that.
+        waits = not (self.member.epoch or self.link.heard)
+        self.link.close(goodbye=goodbye and not waits)
         self.rank.saver.finish()
         if goodbye:
             self.siblings.await_leave()
@@ -359,11 +363,14 @@ class Leader:
         stopping = self._is_to_end()
         if stopping and not self.member.epoch:
             return {"op": "dismissed"}
+        leaving = stopping or self._why
         asked = time.monotonic()
         while True:
             try:
-                return self.link.inbox.get(timeout=LEAVE_S if stopping or self._why else None)
+                return self.link.inbox.get(timeout=LEAVE_S if leaving else LOOK_S)
             except queue.Empty:
+                if not leaving:
+                    return {"op": "wished"}
                 wished = not (self.job.told.is_set() or self._why)
                 heard = self.link.silent_s() <= LEAVE_S
                 if not (wished and heard and time.monotonic() - asked < STOP_S):

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from runtime.forking import keep_from_children
+from runtime.replica.network import address_of
 
 log = logging.getLogger("drydock.link")
 
@@ -64,9 +65,10 @@ class Link:
     ) -> None:
         """`on_end`: called when the first connection has ended or cannot be made, where none is to
         follow it. `silent_s`: one on which nothing was said for so long has ended; None for never.
+
+        Raises ValueError if the address is none.
         """
-        host, _, port = address.rpartition(":")
-        self.target = (host, int(port))
+        self.target = address_of(address)
         self.introduce = introduce
         self.on_break = on_break
         #: answers a ping by its number, at once or later
@@ -89,6 +91,8 @@ class Link:
         self._answered: dict[int, float] = {}  # number of a ping -> when we answered
         self._word = threading.Condition()  # something was heard
         self._socket: socket.socket | None = None
+        #: whether anything was, on this connection: who waits for its place hears nothing
+        self.heard = False
         self._write_lock = threading.Lock()
         #: what an epoch's rendezvous was given, by its key: a coordinator that ended has forgotten
         self._set: tuple[int, dict[str, str]] = (0, {})
@@ -241,11 +245,15 @@ class Link:
         connection.settimeout(self._silent_s)
         self._answered = {0: _now()}
         with self._write_lock:
+            if self._closing.is_set():
+                return  # there was nobody to say goodbye to: nobody is to think that we come
+            self.heard = False
             for message in [*self.introduce(), *self._said_before()]:
                 connection.sendall(json.dumps(message).encode() + b"\n")
             self._socket = connection
         pending = b""
         while data := connection.recv(1 << 16):
+            self.heard = True
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 self._hear(self._parsed(line))

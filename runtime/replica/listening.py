@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.replica.connection import Peer, read_line
+from runtime.replica.network import address_of
 from runtime.replica.places import MustEnd
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ def options(description: str) -> argparse.Namespace:
     given = parser.parse_args()
     if not given.lease >= LEAST_LEASE_S:
         parser.error(f"--lease is {given.lease:g}: give {LEAST_LEASE_S:g} seconds at least")
-    given.host, _, port = given.listen.rpartition(":")
-    given.port = int(port)
+    try:
+        given.host, given.port = address_of(given.listen)
+    except ValueError:
+        parser.error(f"--listen is {given.listen}: give host:port, as 0.0.0.0:7070")
     given.token = os.environ.get("DRYDOCK_TOKEN", "")
     given.world = int(os.environ.get("DRYDOCK_WORLD_REPLICAS", given.min_replicas))
     if given.world < given.min_replicas:

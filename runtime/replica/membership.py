@@ -147,6 +147,7 @@ class Member:
         #: after which step we were not given the next one, and by whom
         self._not_handed: tuple[int, list[list[str]]] | None = None
         self._unreached: list[list[str]] = []  # whom we could not reach last
+        self._refusals = 0  # how often we were not let in, as we heard last
         self._doubts = (-1, 0)  # after which step, and how many that found nobody
         #: after which step of which members epochs broke, and how many in a row
         self._broke_at: tuple[int, dict[int, str]] = (-1, {})
@@ -249,7 +250,7 @@ class Member:
             return False
         self._trainer.enter(message)
         self.newcomer = False
-        self._not_handed = None
+        self._not_handed, self._refusals = None, 0
         return True
 
     def _on_load(self, message: dict[str, Any]) -> None:
@@ -266,8 +267,9 @@ class Member:
         if not self._reaches(list(message["members"])):
             self._say("again", epoch=self.epoch, order=self.order)
             return
-        if message["refusals"] == MAX_REFUSALS:
-            text = f"not let in {MAX_REFUSALS} times in a row, the last time: {message['why']}"
+        before, self._refusals = self._refusals, int(message["refusals"])
+        if before < MAX_REFUSALS <= self._refusals:
+            text = f"not let in {self._refusals} times in a row, the last time: {message['why']}"
             self._trainer.trouble("cannot_rejoin", text)
         try:
             self._trainer.take(int(message["step"]), str(message["digest"]), donors)

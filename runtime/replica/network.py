@@ -13,7 +13,16 @@ from runtime.client import ENV_NETWORK
 SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 #: For documentation (RFC 5737): no packet is sent there, and the way is that of most others.
 ELSEWHERE = "192.0.2.1"
+PORTS = 1 << 16
 _NAME_BYTES, _REQUEST_BYTES = 15, 40
+
+
+def address_of(value: str) -> tuple[str, int]:
+    """Host and port, of "node1:7070". Raises ValueError if it is no such text."""
+    host, colon, port = value.rpartition(":")
+    if not colon or int(port) not in range(PORTS):
+        raise ValueError(f"{value!r} is no host:port")
+    return host, int(port)
 
 
 def own_address(coordinator: str, network: str = "") -> str:

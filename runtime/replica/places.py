@@ -32,7 +32,8 @@ class Places:
         """
         holder = self.holders.get(replica, placement)
         if placement in self.superseded or (was_member and holder != placement):
-            return MustEnd(f"{placement} was replaced by {holder}: this process must end")
+            by = "another start" if holder == placement else holder  # which nobody remembers
+            return MustEnd(f"{placement} was replaced by {by}: this process must end")
         return ""
 
     def take(self, replica: int, placement: str) -> str:

@@ -103,25 +103,42 @@ class RecordFile:
         return found
 
     def advance(self, expected_epoch: int, new: Record) -> None:
-        """Replace the record if it still names `expected_epoch`; durable when it returns."""
+        """Replace the record if it still names `expected_epoch`; durable when it returns.
+
+        Raises StaleEpoch if it moved on, and OSError.
+        """
         found = self.read().epoch
+        if expected_epoch and not found:
+            raise self._gone()  # no other coordinator took it away
         if found != expected_epoch or new.epoch <= expected_epoch:
             raise StaleEpoch(
                 f"{self.path} is at epoch {found}, not {expected_epoch}; is a second coordinator "
                 "running on the same --state-dir?"
             )
-        self.draft(new).replace(self.path)
+        self._write(new)
+        self.next.replace(self.path)
         folder = os.open(self.path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
 
-    def draft(self, record: Record) -> Path:
-        """Write a record beside the one that holds: whether it could be written now, and the room
+    def draft(self, record: Record) -> None:
+        """Write a record beside the one that holds: whether it could be replaced now, and the room
         for the next. Raises OSError."""
+        if not self.path.exists():
+            raise self._gone()
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
         with self.next.open("w") as file:
             json.dump(asdict(record), file)
             file.flush()
             os.fsync(file.fileno())
-        return self.next
+
+    def _gone(self) -> FileNotFoundError:
+        """Its folder was unmounted, as a rule: what is beneath is no place for the next."""
+        return FileNotFoundError(
+            f"{self.path} is gone: mount its folder again, or start the coordinator anew, which "
+            "takes the epoch from a majority of the members"
+        )

@@ -69,6 +69,7 @@ class Roster(ABC):
         self.broken_at = 0.0  # Unix time when the current epoch was found broken; 0: it is whole
         self.rendezvous = Rendezvous()  # of the current epoch
         self.doubt = Doubt()  # whether its members reach each other
+        self.unwritten = ("", 0.0)  # why the record was not written, and when that was last logged
         now = clock()
         self.started = now
         #: while nobody trains: when each replica, and each kind of standby, came first
@@ -191,3 +192,4 @@ class Roster(ABC):
             log.critical("stale_epoch error=%s", error)
             raise SystemExit(1) from error
         self.record = record
+        self.unwritten = ("", 0.0)

@@ -47,6 +47,22 @@
     }
     const details = text.closest("details");
     if (details) details.open = true;
+    mark(text);
+  }
+
+  // What stands there is not what the server has; who does not want it any more gets that.
+  function mark(text) {
+    const words = document.createElement("p");
+    words.className = "quiet small";
+    words.append("Typed here before, and not saved. ");
+    const discard = document.createElement("button");
+    Object.assign(discard, { type: "button", className: "button", textContent: "Discard" });
+    discard.addEventListener("click", () => {
+      sessionStorage.removeItem(keyOf(text));
+      location.replace(location.pathname + location.search);
+    });
+    words.append(discard);
+    text.before(words);
   }
 
   // That it was sent does not say that it arrived. What the page shows as saved has.

@@ -76,6 +76,17 @@ def test_a_note_that_did_not_arrive_is_still_there(page: Page, incident: Inciden
     assert _notes(incident) == []
 
 
+def test_what_is_put_back_says_so_and_can_be_discarded(page: Page) -> None:
+    page.fill(NOTE, WORDS)
+    page.reload()
+    expect(page.get_by_text("Typed here before, and not saved.")).to_be_visible()
+
+    page.get_by_role("button", name="Discard").click()
+
+    expect(page.get_by_text("Typed here before, and not saved.")).to_have_count(0)
+    expect(page.locator(NOTE)).to_have_value("")
+
+
 def test_what_was_taken_back_stays_so(page: Page) -> None:
     page.fill(NOTE, WORDS)
     page.fill(NOTE, "")

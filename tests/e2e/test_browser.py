@@ -8,11 +8,10 @@ import sys
 import pytest
 from playwright.sync_api import Page, expect
 
+from tests.e2e.conftest import PATIENCE_MS, PATIENCE_S
 from tests.product import REPOSITORY, Product
 
 pytestmark = [pytest.mark.e2e, pytest.mark.browser]
-
-MENDED_MS = 120_000
 
 
 def test_a_killed_process_is_mended_before_ones_eyes(page: Page, product: Product) -> None:
@@ -26,12 +25,12 @@ def test_a_killed_process_is_mended_before_ones_eyes(page: Page, product: Produc
         text=True,
     )
     # The overview tells of it by itself; nothing is reloaded from here on.
-    page.get_by_test_id("needs-incident").get_by_role("link").first.click(timeout=MENDED_MS)
+    page.get_by_test_id("needs-incident").get_by_role("link").first.click(timeout=PATIENCE_MS)
     state = page.get_by_test_id("incident-state")
-    expect(state).to_have_attribute("data-state", "resolved", timeout=MENDED_MS)
+    expect(state).to_have_attribute("data-state", "resolved", timeout=PATIENCE_MS)
     expect(page.get_by_text("See it train again").first).to_be_visible()
     expect(page.get_by_text("Post-mortem").first).to_be_visible()
-    output, errors = playing.communicate(timeout=200)
+    output, errors = playing.communicate(timeout=PATIENCE_S)
     assert playing.returncode == 0, output + errors
 
 

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Api, process_of
+from tests.e2e.conftest import PATIENCE_S, Api, process_of
 from tests.product import Product
 
 pytestmark = pytest.mark.e2e
 
 Eventually = Callable[..., Any]
-
-READY_S = 120.0
 
 
 def test_a_replica_that_is_sent_away_leaves_between_two_steps_and_is_brought_back(
@@ -25,13 +23,13 @@ def test_a_replica_that_is_sent_away_leaves_between_two_steps_and_is_brought_bac
 ) -> None:
     (listed,) = api("jobs?state=running&name=gpt-demo")["results"]
     path = f"jobs/{listed['id']}"
-    eventually(lambda: api(path)["active_replicas"] == 4, READY_S, "all replicas train")
+    eventually(lambda: api(path)["active_replicas"] == 4, PATIENCE_S, "all replicas train")
     before = api(path)
     sent_away = before["replicas"][2]
 
     os.kill(process_of(product, sent_away["placement_id"]), signal.SIGTERM)
 
-    eventually(lambda: _is_back(api(path), sent_away), READY_S, "another process has its place")
+    eventually(lambda: _is_back(api(path), sent_away), PATIENCE_S, "another process has its place")
     (newest,) = api(f"incidents?job={listed['id']}&sort=-id&limit=1")["results"]
     assert newest["code"] == "process-sent-away"
     assert api(path)["recomputed_steps"] == before["recomputed_steps"]
@@ -45,7 +43,7 @@ def test_a_job_that_has_done_all_its_steps_is_over(api: Api, eventually: Eventua
     path = f"jobs/{made['id']}"
 
     api(f"{path}/start", reason="an end-to-end test")
-    eventually(lambda: api(path)["state"] == "stopped", READY_S, "it is over")
+    eventually(lambda: api(path)["state"] == "stopped", PATIENCE_S, "it is over")
 
     assert api(path)["step"] == 29
     assert api(f"incidents?job={made['id']}")["results"] == []

@@ -9,22 +9,19 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.e2e.conftest import Api
+from tests.e2e.conftest import PATIENCE_MS, PATIENCE_S, Api
 from tests.product import Product
 
 pytestmark = pytest.mark.e2e
 
 Eventually = Callable[..., Any]
 
-MOVED_S = 90.0
-MOVED_MS = MOVED_S * 1000
-
 
 def test_a_replica_moves_without_a_loss(api: Api, product: Product, eventually: Eventually) -> None:
     before = _trains_whole(api, eventually)
 
     run = api(f"jobs/{before['id']}/migrate", replica=1, reason="an end-to-end test")["result"]
-    ended = eventually(lambda: _succeeded(api(f"runs/{run['id']}")), MOVED_S, "it has moved")
+    ended = eventually(lambda: _succeeded(api(f"runs/{run['id']}")), PATIENCE_S, "it has moved")
 
     after = _trains_on(api, before, eventually)
     here, there = (one["replicas"][1] for one in (before, after))
@@ -63,9 +60,9 @@ def test_a_person_moves_a_replica_on_the_jobs_page(
     expect(seat.get_by_test_id("moving")).to_contain_text(f"moving to {there}")
     expect(seat.get_by_test_id("moving")).to_be_in_viewport()
     expect(node).to_contain_text(here)
-    expect(node).to_contain_text(there, timeout=MOVED_MS)
-    expect(moved).to_contain_text(f"replica 2 moved from {here} to {there}", timeout=MOVED_MS)
-    expect(moved).to_have_attribute("data-state", "succeeded", timeout=MOVED_MS)
+    expect(node).to_contain_text(there, timeout=PATIENCE_MS)
+    expect(moved).to_contain_text(f"replica 2 moved from {here} to {there}", timeout=PATIENCE_MS)
+    expect(moved).to_have_attribute("data-state", "succeeded", timeout=PATIENCE_MS)
     expect(moved).to_contain_text("admin: its rack is rewired")
     told = page.get_by_test_id("interruptions").locator("tbody tr")
     expect(told.filter(has_text=f"replica 2 moved from {here} to {there}")).to_have_count(1)
@@ -83,7 +80,7 @@ def _trains_whole(api: Api, eventually: Eventually) -> Any:
     """The running job, once all its replicas train."""
     (listed,) = api("jobs?state=running")["results"]
     path = f"jobs/{listed['id']}"
-    eventually(lambda: api(path)["active_replicas"] == 4, 60.0, "all replicas train")
+    eventually(lambda: api(path)["active_replicas"] == 4, PATIENCE_S, "all replicas train")
     return api(path)
 
 
@@ -99,7 +96,7 @@ def _trains_on(api: Api, before: dict[str, Any], eventually: Eventually) -> Any:
         moved = now["epoch"] > before["epoch"] and now["active_replicas"] == 4
         return now if moved and now["ledger_step"] > before["step"] + 5 else None
 
-    return eventually(told, 60.0, "it trains on")
+    return eventually(told, PATIENCE_S, "it trains on")
 
 
 def _assert_only_moved(

@@ -10,14 +10,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import Api, seen
+from tests.e2e.conftest import PATIENCE_S, Api, seen
 from tests.product import Product
 
 pytestmark = pytest.mark.e2e
 
 Eventually = Callable[..., Any]
 
-STARTED_S = 120.0
 RANKS = 4  # two on each node
 TIERS = {"peer", "local", "shared"}
 SPARE_AGAIN = """
@@ -36,11 +35,11 @@ def path(api: Api, product: Product, eventually: Eventually) -> Iterator[str]:
     made = api("jobs", **order, world_replicas=1, nodes_per_replica=2, options=options)["result"]
     path = f"jobs/{made['id']}"
     api(f"{path}/start", reason="an end-to-end test")
-    eventually(lambda: api(path)["step"] > 20, STARTED_S, "it trains")
-    eventually(lambda: _saved_to(api, made["id"]) == TIERS, 60.0, "it has saved everywhere")
+    eventually(lambda: api(path)["step"] > 20, PATIENCE_S, "it trains")
+    eventually(lambda: _saved_to(api, made["id"]) == TIERS, PATIENCE_S, "it has saved everywhere")
     yield path
     api(f"{path}/end", reason="the test is over")
-    eventually(lambda: api(path)["state"] == "stopped", 60.0, "it has ended")
+    eventually(lambda: api(path)["state"] == "stopped", PATIENCE_S, "it has ended")
     product.manage("shell", "--no-imports", "-v0", "-c", SPARE_AGAIN)
 
 
@@ -55,14 +54,14 @@ def test_a_rank_that_dies_on_the_second_node_is_one_incident_and_all_go_on(
 
     os.kill(ranks[3].pid, signal.SIGKILL)
 
-    after = eventually(lambda: _trains_anew(api, path, before), STARTED_S, "it trains again")
+    after = eventually(lambda: _trains_anew(api, path, before), PATIENCE_S, "it trains again")
     assert not any(rank.is_running() for rank in ranks.values())
     assert after["epoch"] == before["epoch"] + 1
     assert after["step"] > before["step"]
     again = after["replicas"][0]["placements"]
     assert [one["node_id"] for one in again] == [first["node_id"], second["node_id"]]
     assert {one["id"] for one in again}.isdisjoint({first["id"], second["id"]})
-    eventually(lambda: _states(api, path) == ["resolved"], 60.0, "its one incident is over")
+    eventually(lambda: _states(api, path) == ["resolved"], PATIENCE_S, "its one incident is over")
     (incident,) = api(f"incidents?job={_id(path)}")["results"]
     assert f"lost replica 0 on {second['node_name']}" in incident["title"]
 

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import Api, process_of
+from tests.e2e.conftest import PATIENCE_S, Api, process_of
 from tests.product import Product
 
 pytestmark = pytest.mark.e2e
 
 Eventually = Callable[..., Any]
-
-READY_S = 120.0
 
 
 def test_a_warm_spare_takes_the_place_of_a_replica_that_dies(
@@ -24,26 +22,26 @@ def test_a_warm_spare_takes_the_place_of_a_replica_that_dies(
 ) -> None:
     (listed,) = api("jobs?state=running&name=gpt-demo")["results"]
     path = f"jobs/{listed['id']}"
-    eventually(lambda: api(path)["active_replicas"] == 4, READY_S, "all replicas train")
+    eventually(lambda: api(path)["active_replicas"] == 4, PATIENCE_S, "all replicas train")
     api(f"{path}/warm-spares", count=1, reason="an end-to-end test")
-    (spare,) = eventually(lambda: _following(api(path)), READY_S, "the spare holds the state")
+    (spare,) = eventually(lambda: _following(api(path)), PATIENCE_S, "the spare holds the state")
     before, earlier = api(path), _newest_incident(api, listed["id"])
     lost = before["replicas"][1]
 
     os.kill(process_of(product, lost["placement_id"]), signal.SIGKILL)
 
-    seat = eventually(lambda: _moved(api(path), lost), READY_S, "the spare has the place")
+    seat = eventually(lambda: _moved(api(path), lost), PATIENCE_S, "the spare has the place")
     assert (seat["placement_id"], seat["node_name"]) == (spare["id"], spare["node_name"])
-    eventually(lambda: _ended_since(api, listed["id"], earlier), READY_S, "its incident is over")
+    eventually(lambda: _ended_since(api, listed["id"], earlier), PATIENCE_S, "its incident is over")
     after = api(path)
     assert after["recomputed_steps"] == before["recomputed_steps"]
     told = api(f"{path}/ledger?limit=200")["results"]
     assert [one for one in told if one["lost"] or one["duplicated"] or one["dropped"]] == []
 
     # The next one is made ready where the lost one was; then none is wanted any more.
-    eventually(lambda: _following(api(path)), READY_S, "the next spare holds the state")
+    eventually(lambda: _following(api(path)), PATIENCE_S, "the next spare holds the state")
     api(f"{path}/warm-spares", count=0, reason="the test is over")
-    eventually(lambda: api(path)["warm_spares_held"] == [], READY_S, "the spare has ended")
+    eventually(lambda: api(path)["warm_spares_held"] == [], PATIENCE_S, "the spare has ended")
     assert api(path)["active_replicas"] == 4
 
 

@@ -12,14 +12,13 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.conftest import Api, seen
+from tests.e2e.conftest import PATIENCE_S, Api, seen
 from tests.product import Product
 
 pytestmark = pytest.mark.e2e
 
 Eventually = Callable[..., Any]
 
-STARTED_S = 120.0
 NAME = "tensor-parallel"
 
 
@@ -31,29 +30,29 @@ def path(api: Api, eventually: Eventually) -> Iterator[str]:
     made = api("jobs", **order, world_replicas=1, options=options)["result"]
     path = f"jobs/{made['id']}"
     api(f"{path}/start", reason="an end-to-end test")
-    eventually(lambda: api(path)["step"] > 20, STARTED_S, "it trains")
+    eventually(lambda: api(path)["step"] > 20, PATIENCE_S, "it trains")
     yield path
     api(f"{path}/end", reason="the test is over")
-    eventually(lambda: api(path)["state"] == "stopped", 60.0, "it has ended")
+    eventually(lambda: api(path)["state"] == "stopped", PATIENCE_S, "it has ended")
 
 
 def test_a_dead_rank_takes_all_along_and_all_go_on_from_the_newest_checkpoint(
     api: Api, path: str, product: Product, eventually: Eventually
 ) -> None:
-    eventually(lambda: _saved(api, path), 60.0, "it has saved")
+    eventually(lambda: _saved(api, path), PATIENCE_S, "it has saved")
     before, saved = api(path), _saved(api, path)
     assert before["whole"]
 
     os.kill(_rank(product, before, 1).pid, signal.SIGKILL)
-    eventually(lambda: _incidents(api, path), 60.0, "its incident is opened")
+    eventually(lambda: _incidents(api, path), PATIENCE_S, "its incident is opened")
     told = api(path)["step"]  # a window of the next epoch that ends with this step takes its place
 
-    after = eventually(lambda: _trains_anew(api, path, before), STARTED_S, "it trains again")
+    after = eventually(lambda: _trains_anew(api, path, before), PATIENCE_S, "it trains again")
     assert after["epoch"] == before["epoch"] + 1
     assert after["replicas"][0]["node_id"] == before["replicas"][0]["node_id"]
     last, first = _steps(product, path, after["epoch"])
     assert saved < first <= max(last, told) + 1
-    eventually(lambda: _incidents(api, path) == ["resolved"], 60.0, "its incident is over")
+    eventually(lambda: _incidents(api, path) == ["resolved"], PATIENCE_S, "its incident is over")
 
 
 def test_it_moves_by_saving_and_going_on_elsewhere(
@@ -64,7 +63,7 @@ def test_it_moves_by_saving_and_going_on_elsewhere(
 
     run = api(f"{path}/migrate", replica=0, reason="new cables")["result"]
     assert run["playbook"] == "move-job"
-    ended = eventually(lambda: _finished(api(f"runs/{run['id']}")), STARTED_S, "it has moved")
+    ended = eventually(lambda: _finished(api(f"runs/{run['id']}")), PATIENCE_S, "it has moved")
 
     assert ended["state"] == "succeeded", ended["state_reason"]
     after = api(path)

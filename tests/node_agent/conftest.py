@@ -28,7 +28,7 @@ def node(tmp_path: Path, plane: ControlPlane) -> Iterator[Node]:
 def chassis(node: Node) -> Node:
     """A powered node whose agent has enrolled and reported."""
     node.start_chassis()
-    eventually(lambda: node.plane.reports)
+    eventually(lambda: node.plane.reports and node.log("chassis_started"))  # its BMC listens, too
     return node
 
 

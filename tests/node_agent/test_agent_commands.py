@@ -121,9 +121,15 @@ def test_a_repeated_id_is_known_though_its_verb_is_not(agent: Node) -> None:
     assert agent.plane.results[1] == agent.plane.results[0]
 
 
+def result_taken(agent: Node) -> None:
+    """The agent knows by now that its result arrived, and sends it no more when it comes back."""
+    eventually(lambda: '"gone"' in (agent.state / "results.jsonl").read_text())
+
+
 def test_a_refused_verb_is_refused_for_ever(agent: Node) -> None:
     command_id = agent.plane.send(Format(path="/"))
     agent.plane.result(command_id)
+    result_taken(agent)
     agent.kill()
     agent.start()
     agent.plane.send(agent.rank(), id=command_id)
@@ -136,6 +142,7 @@ def test_a_refused_verb_is_refused_for_ever(agent: Node) -> None:
 def test_a_repeated_id_is_known_after_the_agent_was_killed(agent: Node) -> None:
     agent.started_rank()
     command_id = agent.plane.results[0].id
+    result_taken(agent)
     agent.kill()
     agent.start()
     agent.plane.send(agent.rank("p-2"), id=command_id)
@@ -206,8 +213,8 @@ def refused_results(node: Node) -> list[dict[str, Any]]:
 
 
 def test_a_result_waits_for_a_server_that_is_away(agent: Node) -> None:
-    command_id = agent.plane.send(agent.rank())
     agent.plane.refuse = lambda path, body: unavailable(path)
+    command_id = agent.plane.send(agent.rank())
     # Not "command_result": that is said before the result lies in the spool, and whoever is killed
     # in between gives it when the command is offered again.
     eventually(lambda: refused_results(agent))

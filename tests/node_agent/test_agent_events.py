@@ -60,6 +60,7 @@ def test_lines_written_while_the_agent_was_away_are_sent_once(agent: Node) -> No
 def test_a_line_read_twice_has_the_same_id(agent: Node) -> None:
     kernel(agent, XID)
     eventually(lambda: lines(agent.plane))
+    eventually((agent.state / "kernel-log-cursor.json").exists)
     agent.kill()
     (agent.state / "kernel-log-cursor.json").unlink()
     agent.start()

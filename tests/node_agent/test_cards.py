@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from node_agent import cards
-from tests.node_agent.fleet import REPOSITORY
+from tests.node_agent.fleet import DEADLINE_S, REPOSITORY
 
 WRITER = """
 import sys
@@ -25,7 +25,7 @@ def test_no_change_of_several_writers_is_lost(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), name], cwd=REPOSITORY)
         for name in ("a", "b", "c")
     ]
-    codes = [writer.wait(60) for writer in writers]
+    codes = [writer.wait(DEADLINE_S) for writer in writers]
 
     fitted = cards.edit(tmp_path, lambda fitted: fitted)
 

@@ -10,6 +10,7 @@ import pytest
 
 from node_agent import launch
 from node_agent.launch import NOT_LAUNCHED
+from tests.node_agent.fleet import DEADLINE_S
 
 
 def test_who_cannot_become_the_program_later_gives_no_verdict_of_its(
@@ -20,7 +21,7 @@ def test_who_cannot_become_the_program_later_gives_no_verdict_of_its(
     with path.open("wb") as output:
         process = launch.launch(["no-such-program"], tmp_path, {**os.environ}, output)
 
-    assert process.wait(60) == NOT_LAUNCHED
+    assert process.wait(DEADLINE_S) == NOT_LAUNCHED
     assert path.read_text() == "no-such-program: No such file or directory\n"
 
 

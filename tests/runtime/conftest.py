@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from runtime.replica.gloo import Gloo
-from tests.runtime.replicas import Board, Fleet
+from tests.runtime.replicas import Board, Fleet, until
 from tests.runtime.scene import Play, Scene
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def collectives() -> Callable[[int], list[Gloo]]:
             built = [pool.submit(one.build, board, 1, addresses, i) for i, one in enumerate(made)]
             for job in built:
                 job.result(30)
+        until(lambda: all(one._built for one in made), "all peers came")
         return made
 
     return connect

@@ -117,6 +117,7 @@ class Fleet:
     def start_coordinator(self) -> None:
         port_file = self.folder / "port"
         port_file.unlink(missing_ok=True)
+        self.port = self.port or free_port()  # where one that is started anew listens, too
         options = {
             "--job": "job_t",
             "--min-replicas": str(self.min_replicas),

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.replica.coordinator import PEER_SILENT_S, Asked
-from runtime.replica.epochs import GATHER_S, LAG_S
+from runtime.replica.coordinator import ABSENT_S, PEER_SILENT_S, Asked, Coordinator
+from runtime.replica.epochs import GATHER_S, LAG_S, UNWRITTEN_S
 from runtime.replica.listening import LEASE_S
 from runtime.replica.places import MustEnd
 from tests.runtime.scene import Play, Replica, compare, phase_of
@@ -80,6 +80,26 @@ def test_one_that_is_gone_makes_way_for_its_next_start_as_soon(play: Play, silen
         waiting = scene.coordinator.place_of(first, waiting) or Asked(None, 0, 0.0)
 
     assert waiting == Asked(None, 0, 0.0)
+
+
+@pytest.mark.parametrize("silent_s", [0.0, 3.0, 60.0])
+def test_a_member_that_does_not_come_back_makes_way_for_its_next_start_as_soon(
+    play: Play, silent_s: float
+) -> None:
+    """To a coordinator that was started anew, and hears nobody but those who wait. Who waits for
+    one place gives up none of the others."""
+    scene = play(2)
+    scene.coordinator = Coordinator(scene.coordinator.file, "t", 2, 1, clock=lambda: scene.now)
+    scene.pass_time(silent_s)
+    first = {**scene.replicas[0].first, "placement": "n"}
+    waiting = scene.coordinator.place_of(first, None)
+    for _ in range(round(ABSENT_S / 0.3)):  # the last is the first after it
+        assert isinstance(waiting, Asked)
+        scene.pass_time(0.3)
+        waiting = scene.coordinator.place_of(first, waiting)
+
+    assert waiting == ""
+    assert scene.coordinator.alive == {1: "p1"}
 
 
 def test_a_dead_member_is_lost_though_the_last_one_answers_slowly(play: Play) -> None:
@@ -794,6 +814,26 @@ def test_a_copy_that_cannot_be_made_before_the_job_begins_is_not_asked_for_witho
     scene.pass_time(1.5, newest, other)
 
     assert (at_once, len(newest.heard("stage"))) == (1, 2)
+
+
+def test_that_the_record_cannot_be_written_is_logged_once_a_minute(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried with each tick."""
+    scene = play(2)
+    survivor = scene.replicas[0]
+    scene.coordinator.file.next.mkdir()  # in the way of the next
+    scene.end(scene.replicas[1], 1)
+    survivor.say("report", epoch=1, step=9, held=[], planned=False, leaving=False)
+    scene.pass_time(UNWRITTEN_S / 2, survivor)
+    first = caplog.text.count("record_not_written")
+    scene.pass_time(UNWRITTEN_S, survivor)
+    second = caplog.text.count("record_not_written")
+    scene.coordinator.file.next.rmdir()
+    scene.pass_time(0.1, survivor)
+
+    assert (first, second) == (1, 2)
+    assert scene.epoch == 2
 
 
 def test_who_may_train_unseen_holds_to_the_lease_that_it_was_granted(play: Play) -> None:

@@ -16,6 +16,7 @@ import pytest
 from runtime.replica import listening
 from runtime.replica.coordinator import PEER_SILENT_S, Coordinator
 from runtime.replica.epochs import GATHER_S
+from runtime.replica.places import MustEnd, Places
 from runtime.replica.record import Record, RecordFile, StaleEpoch, Unusable, hold_alone
 from tests.runtime.replicas import PATIENCE_S
 
@@ -257,6 +258,15 @@ def test_a_past_member_that_nobody_remembers_takes_no_place(tmp_path: Path) -> N
     serve(tmp_path, {0: "a", 1: "new"}, scene)
 
 
+def test_who_was_replaced_by_one_that_nobody_remembers_is_not_named_as_that_one() -> None:
+    """The job ended well since, and its coordinator was started anew."""
+    places = Places(Record(job="j", epoch=6, superseded=["old"]))
+
+    assert places.refusal(1, "old", was_member=True) == MustEnd(
+        "old was replaced by another start: this process must end"
+    )
+
+
 def test_a_full_disk_drops_nobody_and_the_epoch_is_granted_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -280,6 +290,31 @@ def test_a_full_disk_drops_nobody_and_the_epoch_is_granted_later(
 
     assert survivor.heard[-1]["epoch"] == 6
     assert "record_not_written" in caplog.text
+
+
+def test_an_unmounted_folder_drops_nobody_and_the_epoch_is_granted_once_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    survivor = Member(0, "a", 5)
+    folder, mounted = tmp_path / "c", tmp_path / "mounted"
+
+    async def scene(coordinator: Coordinator, port: int) -> None:
+        folder.rename(mounted)
+        folder.mkdir()  # what is beneath
+        await survivor.join(port)
+        await ask(port, op="exit", replica=1, placement="b")
+        survivor.say(**REPORT)
+        await survivor.settled()
+        assert coordinator.record.epoch == 5
+        assert list(folder.iterdir()) == []
+        mounted.rename(folder)
+        coordinator.tick()
+        await survivor.hear("epoch")
+
+    serve(folder, {0: "a", 1: "b"}, scene)
+
+    assert survivor.heard[-1]["epoch"] == 6
+    assert "coordinator.json is gone: mount its folder again" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["", "{}", "[]", '{"job": "j", "epoch": 5, "members": 3}'])

@@ -231,11 +231,11 @@ def test_what_all_ranks_have_stays_while_one_rank_s_disk_fails(make_fleet: MakeF
 
     def newest_first(of: str) -> list[int]:
         return sorted(
-            (store.number_of(path)[0] for path in disk.rglob(f"{of}/step-*")), reverse=True
+            (store.number_of(path)[0] for path in disk.glob(f"*/*/{of}/step-*")), reverse=True
         )
 
     until(lambda: len(newest_first("replica-0-rank-1")) > 1, "it saves")
-    (folder,) = disk.rglob("replica-0-rank-1")
+    (folder,) = disk.glob("*/*/replica-0-rank-1")
     folder.rename(folder.with_name("away"))
     folder.write_text("no folder")
     lost = newest_first("away")[0]

@@ -17,12 +17,21 @@ import torch.distributed as dist
 import runtime
 from runtime.checkpoint.tiers import TIERS
 from runtime.ending import NEVER_MS, Ending
+from runtime.replica import preemption
 from tests.runtime.replicas import until
 from tests.runtime.whole.runs import NEVER, STEPS, Alone, Whole, kill
 
 EVALUATES_IN = 20
 GRACE = {"DRYDOCK_GRACE_S": "4"}
-GRACE_S = 1.5  # a save that takes a tenth of a second begins after a fifth of it
+#: A copy is thought to be with its writers by then, and so a save that takes a tenth of a second
+#: begins 0.3 s after the word.
+BEGIN_S, GRACE_S = 60.0, 60.5
+SHORT_S = 1.5
+
+
+@pytest.fixture(autouse=True)
+def _begins_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preemption, "BEGIN_S", BEGIN_S)
 
 
 def quick(whole: runtime.WholeJob) -> None:
@@ -193,12 +202,12 @@ def test_a_rank_that_ended_listens_no_more(alone: Alone) -> None:
 
 def test_a_step_that_was_left_in_the_middle_is_not_saved_aside_either(alone: Alone) -> None:
     """The loader of a `zip` ended: nothing was trained in the step that was begun."""
-    with alone.start(grace_s=GRACE_S) as whole:
+    with alone.start(grace_s=SHORT_S) as whole:
         quick(whole)
         list(zip(whole.steps(NEVER), range(2), strict=False))
         with whole.evaluating():
             whole.job.told.set()
-            threading.Event().wait(GRACE_S)
+            threading.Event().wait(SHORT_S)
 
     assert saved(alone, whole) == [[], []]
 

@@ -3,9 +3,13 @@ Nothing here trains: there is no coordinator."""
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from runtime.replica.gradients import Wishes
 from runtime.replica.group import ReplicaGroup
 from runtime.replica.leader import Leader
 from runtime.replica.siblings import Incomplete
+from tests.runtime.replicas import PATIENCE_S, until
 from tests.runtime.told import Told
 
 Make = Callable[..., ReplicaGroup]
@@ -41,7 +46,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
         parameters = [*model.parameters(), *(trained.parameters() if trained else ())]
         optimizer = torch.optim.SGD(parameters)
         batches = given.pop("batches", None) or Batches(samples=24)
-        return ReplicaGroup(job, model, optimizer, batches, Checkpointer(job), **given)
+        ours = replace(job, coordinator=given.pop("coordinator", job.coordinator))
+        return ReplicaGroup(ours, model, optimizer, batches, Checkpointer(ours), **given)
 
     yield made
     signal.signal(signal.SIGTERM, handler)
@@ -67,6 +73,12 @@ def test_what_would_train_something_else_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         make(**given)
+
+
+@pytest.mark.parametrize("coordinator", ["none", "node1", "node1:", "7070", "node1:http"])
+def test_an_address_of_the_coordinator_that_is_none_is_named(make: Make, coordinator: str) -> None:
+    with pytest.raises(RuntimeError, match=f"DRYDOCK_COORDINATOR is '{coordinator}'; give host:po"):
+        make(coordinator=coordinator)
 
 
 class Files(Dataset[torch.Tensor]):
@@ -171,6 +183,61 @@ def test_it_goes_unheard_if_nobody_is_there_or_it_is_to_be_killed(
         wants_to_stop.job.told.set()
 
     assert wants_to_stop._next() == {"op": "dismissed"}
+
+
+def test_who_waits_for_an_epoch_hears_of_a_signal_that_another_thread_noted(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`join` ran in the main thread, and the group is entered in another."""
+    monkeypatch.setattr("runtime.replica.leader.LOOK_S", 0.05)
+    replica = make()
+    loop = replica._loop
+    assert isinstance(loop, Leader)
+    is_to_end, looked = loop._is_to_end, threading.Event()
+
+    def looks() -> bool:
+        found = is_to_end()
+        looked.set()
+        return found
+
+    def trains() -> None:
+        with replica:
+            list(replica)
+
+    monkeypatch.setattr(loop, "_is_to_end", looks)
+    training = threading.Thread(target=trains, daemon=True)
+    training.start()
+    assert looked.wait(PATIENCE_S)
+    replica.job.told.set()
+    training.join(PATIENCE_S)
+
+    assert not training.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [(b"", ["join"]), (b'{"op": "donors", "donors": []}\n', ["join", "goodbye"])],
+    ids=["it waits for its place", "it was let in"],
+)
+def test_who_leaves_says_goodbye_if_it_was_let_in(make: Make, word: bytes, said: list[str]) -> None:
+    """Else that would be heard only once it had been given the place of another."""
+
+    def hears(server: socket.socket) -> list[str]:
+        connection, _ = server.accept()
+        with connection, connection.makefile() as lines:
+            connection.sendall(word)
+            return [json.loads(line)["op"] for line in lines]
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        server.settimeout(PATIENCE_S)
+        hearing = pool.submit(hears, server)
+        with make(coordinator=f"127.0.0.1:{server.getsockname()[1]}") as replica:
+            loop = replica._loop
+            assert isinstance(loop, Leader)
+            link = loop.link
+            until(lambda: link._socket is not None and link.heard == bool(word), "it has joined")
+
+        assert hearing.result(PATIENCE_S) == said
 
 
 def test_who_cannot_begin_tells_why_it_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -161,11 +163,35 @@ def test_what_is_said_is_all_there_is_to_a_place() -> None:
     )
 
 
+def free_slurm_job() -> str:
+    """One at whose ports, at which the ranks of its first steps' replicas meet, nobody listens."""
+    jobs = map(str, random.sample(range(1, 1 << 20), 100))
+    return next(job for job in jobs if all(map(is_free, meeting_ports(job))))
+
+
+def meeting_ports(job: str) -> list[int]:
+    """Of two replicas in each of its first two steps."""
+    step = {"SLURM_JOB_ID": job, "SLURM_STEP_NUM_TASKS": "4", "SLURM_GTIDS": "0,1,2,3"}
+    tasks = [
+        with_(step, {"SLURM_STEP_ID": number, "SLURM_PROCID": task}, RANKS="2")
+        for number in "01"
+        for task in ("0", "2")
+    ]
+    return [int(place_of(task).init_method.rpartition(":")[2]) for task in tasks]
+
+
+def is_free(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return True
+    return False
+
+
 @dataclass
 class LaunchedFleet(Fleet):
     """Replicas of two ranks, which are told who they are by a launcher."""
 
     divided: int = 2
+    slurm_job: str = field(default_factory=lambda: free_slurm_job())
 
     def told(self) -> dict[str, str]:
         """What every rank of the job is given alike."""
@@ -181,7 +207,7 @@ class LaunchedFleet(Fleet):
 
     def torchrun(self, replica: int, restarts: int = 0) -> None:
         self.ranks[replica] = self.launch(
-            f"torchrun{replica}", "-m", "torch.distributed.run", "--standalone",
+            f"torchrun{replica}", "-m", "tests.runtime.torchrun", "--standalone",
             "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1",
             DRYDOCK_REPLICA=str(replica),
             # Else ranks that torchrun starts anew may read where those before them listened.
@@ -205,8 +231,9 @@ class LaunchedFleet(Fleet):
     def srun(self, step: int, tasks: int, **environment: str) -> list[subprocess.Popen[bytes]]:
         """The tasks of a step, with what srun tells each."""
         told = {
-            "SLURM_JOB_ID": "812", "SLURM_STEP_ID": str(step), "SLURM_STEP_NUM_TASKS": str(tasks),
-            "SLURM_GTIDS": ",".join(map(str, range(tasks))), "DRYDOCK_RANKS": "2", **environment,
+            "SLURM_JOB_ID": self.slurm_job, "SLURM_STEP_ID": str(step),
+            "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_GTIDS": ",".join(map(str, range(tasks))),
+            "DRYDOCK_RANKS": "2", **environment,
         }  # fmt: skip
         return [
             self.launch(f"step{step}.{task}", **told, SLURM_PROCID=str(task))

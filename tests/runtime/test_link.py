@@ -147,6 +147,31 @@ def test_closing_after_the_coordinator_hung_up(make_link: MakeLink) -> None:
         link.close(goodbye=True)
 
 
+def test_one_that_is_closed_as_it_connects_does_not_join(make_link: MakeLink) -> None:
+    """Its goodbye had nobody to go to: it would be a member that only answers."""
+    connecting, closed = threading.Event(), threading.Event()
+
+    def on_connect() -> None:
+        connecting.set()
+        assert closed.wait(PATIENCE_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = make_link(server, [])
+        link.on_connect = on_connect
+        link.start()
+        assert connecting.wait(PATIENCE_S)
+        closing = threading.Thread(target=link.close, kwargs={"goodbye": True})
+        closing.start()
+        until(link._closing.is_set, "it closes")
+        closed.set()
+        connection, _ = server.accept()
+        with connection:
+            said = connection.recv(1 << 16)
+        closing.join(PATIENCE_S)
+
+    assert said == b""
+
+
 def test_a_value_is_not_waited_for_while_the_coordinator_is_away(make_link: MakeLink) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         link = make_link(server, [])  # never started: it has no connection

@@ -63,6 +63,19 @@ def test_what_would_stop_the_job_one_day_is_refused_at_once(
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("listen", ["node1", "node1:", "7070", "node1:http", "node1:70000"])
+def test_an_address_that_is_none_is_refused_with_what_is_expected(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listen: str
+) -> None:
+    words = ["--job", "j", "--state-dir", "s", "--listen", listen]
+    monkeypatch.setattr("sys.argv", ["coordinator", *words])
+
+    with pytest.raises(SystemExit):
+        listening.options("")
+
+    assert f"--listen is {listen}: give host:port" in capsys.readouterr().err
+
+
 def test_of_many_strangers_those_who_came_first_are_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -153,6 +153,47 @@ def test_an_epoch_that_is_told_twice_is_entered_once() -> None:
     assert (member.epoch, member.newcomer) == (2, False)
 
 
+class Barred(Entering):
+    """A trainer that no peer hands its state to, as a newcomer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.troubles: list[tuple[str, str]] = []
+
+    def unreached(self, addresses: list[list[str]], try_s: float) -> list[int]:
+        return []
+
+    def take(self, step: int, digest: str, donors: list[list[str]]) -> None:
+        raise CannotFollow(f"{donors} do not answer")
+
+    def trouble(self, kind: str, text: str, subject: str = "") -> None:
+        self.troubles.append((kind, text))
+
+
+def sync(refusals: int) -> dict[str, Any]:
+    return {
+        "op": "sync", "order": 1, "step": 12, "digest": "d", "donors": [], "members": [],
+        "refusals": refusals, "why": "it is late",
+    }  # fmt: skip
+
+
+def test_who_is_not_let_in_is_told_of_once_until_it_has_been_in() -> None:
+    """Of some refusals it hears nothing, so that it may never hear of the third."""
+    trainer = Barred()
+    member = Member(1, lambda _op, **_told: None, cast(Trainer, trainer))
+
+    for refusals in (2, 4, 5):
+        member.hear(sync(refusals))
+    before = list(trainer.troubles)
+    member.hear(epoch(2))
+    member.hear(sync(3))
+
+    assert before == [("cannot_rejoin", "not let in 4 times in a row, the last time: it is late")]
+    assert trainer.troubles[1:] == [
+        ("cannot_rejoin", "not let in 3 times in a row, the last time: it is late")
+    ]
+
+
 class Breaking(Behind):
     """A trainer none of whose groups ever stands."""
 

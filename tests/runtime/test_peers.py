@@ -637,7 +637,10 @@ def test_a_step_that_was_made_anew_replaces_the_one_that_came_before(donor: Dono
     assert torch.equal(made.buffer, torch.ones(5))
 
 
-def test_a_step_that_just_comes_from_one_who_lives_is_waited_for(donor: Donor) -> None:
+def test_a_step_that_just_comes_from_one_who_lives_is_waited_for(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "REST_S", PATIENCE_S)
     donor.kept.add(Reduced(8, 1, torch.zeros(CHUNK_BYTES)))  # four chunks
     gate = Held(donor.address, CHUNK_BYTES)
     follower = Follower([gate.address], "right", 8, lambda _message: None)

@@ -40,13 +40,22 @@ def full(scene: Scene) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unmounted(scene: Scene) -> Iterator[None]:
+    folder = scene.coordinator.file.path.parent
+    mounted = folder.rename(folder.with_name("mounted"))
+    folder.mkdir()  # what is beneath
+    yield
+    mounted.rename(folder)
+
+
+@contextlib.contextmanager
 def hanging(scene: Scene) -> Iterator[None]:
     scene.coordinator.folder_answers = lambda: False
     yield
     scene.coordinator.folder_answers = lambda: True
 
 
-@pytest.mark.parametrize("folder", [full, hanging])
+@pytest.mark.parametrize("folder", [full, unmounted, hanging])
 def test_nobody_stops_for_a_newcomer_while_the_record_cannot_be_written(
     play: Play, folder: Callable[[Scene], AbstractContextManager[None]]
 ) -> None:

@@ -28,6 +28,7 @@ from runtime.replica.pacing import BURST
 from runtime.replica.record import RecordFile
 from tests.runtime.checkpoint.states import flip_a_bit, flip_held_bits
 from tests.runtime.replicas import PATIENCE_S, TOKEN, Cable, Fleet, until
+from tests.runtime.test_client import Door
 
 MakeFleet = Callable[..., Fleet]
 
@@ -228,12 +229,15 @@ def test_a_replica_moves_to_another_process_at_an_edge(make_fleet: MakeFleet, mo
 
 
 def test_a_warm_spare_takes_the_place_of_whoever_dies(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(3)
+    door = Door()
+    fleet = make_fleet(3, url=door.url)
     fleet.start()
     fleet.wait_for_step(20)
     spare = fleet.start_rank(7, standby="spare")
-    until(lambda: "-1" in fleet.ask(op="status")["peers"], "the spare stands by")
-    until(lambda: fleet.ask(op="status")["peers"]["-1"] == "ready", "the spare follows")
+    until(
+        lambda: "follows" in [one["stage"] for one in door.messages("hello")], "the spare follows"
+    )
+    assert fleet.ask(op="status")["peers"]["-1"] == "ready"
     fleet.train_on()
 
     fleet.kill(2)
@@ -246,6 +250,7 @@ def test_a_warm_spare_takes_the_place_of_whoever_dies(make_fleet: MakeFleet) -> 
     assert {tuple(s["members"]) for s in fleet.steps(0)} == {(0, 1, 2)}
     assert fleet.steps(7)[0]["epoch"] == 2  # it entered as the other was lost
     assert len(fleet.digests()) == 1
+    door.close()
 
 
 def test_a_job_grows_beyond_its_first_size(make_fleet: MakeFleet) -> None:

@@ -17,7 +17,7 @@ import pytest
 from runtime.checkpoint.suspects import TRIAL_STEPS
 from runtime.ledger.__main__ import main
 from tests.runtime.replicas import Fleet, Lives, until
-from tests.runtime.test_replicas import MakeFleet
+from tests.runtime.test_replicas import MakeFleet, newest_local
 
 #: Dropout, AdamW and another optimizer with a schedule each, a scaler that overflows, averages;
 #: rows with noise that the workers of a DataLoader draw.
@@ -53,6 +53,8 @@ def test_a_job_that_is_killed_as_a_whole_at_any_moment_ends_as_one_left_alone(
         commits, within_s = moment(chance)
         fleet.start()
         until(lambda enough=lives.made[-1] + commits: len(fleet.steps(0)) >= enough, "it trains")  # type: ignore[misc]
+        early, before = commits < TRIAL_STEPS, lives.saved[-1]
+        until(lambda e=early, b=before: e or newest_local(fleet, 0) > b, "it saves")  # type: ignore[misc]
         threading.Event().wait(within_s)
         assert all(rank.poll() is None for rank in fleet.ranks.values())
         kill_all(fleet)

@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.ports import free_port
+from tests.ports import free_ports
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
 from tests.runtime.test_launchers import SCRIPT, LaunchedFleet
 from tests.runtime.test_preemption import newest
@@ -97,7 +97,7 @@ class Cluster:
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
         (self.folder / "state").mkdir()
-        ports = [free_port() for _ in range(3)]
+        ports = free_ports(3)
         self.settings.write_text(
             SETTINGS.format(
                 host=socket.gethostname(), folder=self.folder, port=ports[0], ports=ports[1:]

@@ -659,20 +659,22 @@ script.main()
 
 
 @pytest.mark.parametrize(
-    ("kind", "digest_equal", "problem"),
+    ("kind", "patience_s", "digest_equal", "problem"),
     [
-        ("slow", False, "the replicas end with different states"),
-        ("kill", None, "replicas that hold different states were told of"),  # one is not let in
+        ("slow", 300, False, "the replicas end with different states"),
+        # One is not let in, for which it waits as long.
+        ("kill", 90, None, "replicas that hold different states were told of"),
     ],
 )
 def test_a_claim_that_does_not_hold_is_told_and_is_the_exit_status(
-    tmp_path: Path, kind: str, digest_equal: bool | None, problem: str
+    tmp_path: Path, kind: str, patience_s: int, digest_equal: bool | None, problem: str
 ) -> None:
     """Each process comes to other weights than the others."""
     (tmp_path / "erring.py").write_text(ERRING)
     run = torture(
-        tmp_path, "--json", "--seed", "4", "--replicas", "2", "--faults", "1", "--patience", "30",
-        "--kinds", kind, "--phases", "forward", "--script", str(tmp_path / "erring.py"),
+        tmp_path, "--json", "--seed", "4", "--replicas", "2", "--faults", "1", "--kinds", kind,
+        "--patience", str(patience_s), "--phases", "forward",
+        "--script", str(tmp_path / "erring.py"),
     )  # fmt: skip
 
     told, _ = run.communicate(timeout=300)

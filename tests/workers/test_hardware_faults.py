@@ -649,6 +649,19 @@ def test_who_stays_silent_after_its_site_asked_for_a_person_is_looked_at_alone(
     assert Signal.objects.filter(node=dead, source="site-silent").count() == 1
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_site_whose_nodes_are_put_on_hold_is_not_taken_for_heard(
+    world: World, asking: PlaybookRun, last: int
+) -> None:
+    left = Node.objects.filter(lease__reachable=False).values_list("pk", flat=True)[:last]
+    Node.objects.exclude(pk__in=list(left)).update(hold_reason="its switch is exchanged")
+    site_silent.look_again_once_heard()
+    drain()
+
+    assert run_of("site-silent").state == RunState.NEEDS_OPERATOR
+    assert not Signal.objects.filter(source="site-silent").exists()
+
+
 def test_a_site_that_is_silent_still_goes_on_asking(asking: PlaybookRun) -> None:
     site_silent.look_again_once_heard()
     drain()

@@ -126,6 +126,21 @@ def test_what_goes_on_long_after_its_incident_was_closed_is_opened_again(
     assert Failure.objects.get().count == 3
 
 
+def test_what_was_seen_before_its_incident_was_closed_opens_none_however_late_it_is_told(
+    world: World,
+) -> None:
+    world.kernel_says(world.spares[0], XID_54)
+    drain()
+    seen_at, closed_at = (timezone.now() - timedelta(hours=hours) for hours in (3, 2))
+    Signal.objects.update(observed_at=seen_at)
+    Incident.objects.update(state=IncidentState.RESOLVED, resolved_at=closed_at)
+    world.kernel_repeats(XID_54, 50, last_at=seen_at.timestamp() + 60.0)
+    drain()
+
+    assert Incident.objects.count() == 1
+    assert Failure.objects.get().count == 50
+
+
 def test_what_a_program_does_wrong_where_none_of_ours_runs_is_nobody_s_however_often(
     world: World,
 ) -> None:

@@ -9,7 +9,6 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import Q
-from django.utils import timezone
 
 from controlplane.fleet.choices import IN_SERVICE
 from controlplane.fleet.models import Gpu, Node
@@ -46,7 +45,7 @@ def take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVe
     if (verdict.code, verdict.action, verdict.urgency) != (failure.code, *_wanted(failure)):
         deciding = _deciding(failure) or verdict
         _say(failure, deciding)
-    acted_on = before == (deciding.action, deciding.urgency) and _in_hand(failure)
+    acted_on = before == (deciding.action, deciding.urgency) and _in_hand(failure, signal)
     if acted_on or node.state not in IN_SERVICE:  # else it is in somebody's hands already
         name_incidents(failure, node, deciding)
         tell_node_incident(signal)
@@ -67,7 +66,7 @@ def only_repeats(signal: Signal, node: Node, verdict: triage.LineVerdict) -> boo
         return False
     if again and not any(_covers(one, verdict) for one in signal.failures.all()):
         return False
-    if again and node.state in IN_SERVICE and not _in_hand(failure):
+    if again and node.state in IN_SERVICE and not _in_hand(failure, signal):
         return False
     repeat_failure(failure, signal)
     return True
@@ -162,7 +161,7 @@ def _deciding(failure: Failure) -> triage.LineVerdict | None:
     return next(iter(triage.gravest(counting)), None)
 
 
-def _in_hand(failure: Failure) -> bool:
+def _in_hand(failure: Failure, signal: Signal) -> bool:
     """Whether somebody has been told of it, or nobody needs to be. Not where its node was out of
     service then, nor where it lasts until it is repaired, every incident of it was closed a while
     ago, and here it is again. Not at once: whoever closes one may be at work on it."""
@@ -172,7 +171,8 @@ def _in_hand(failure: Failure) -> bool:
     if closed is None:  # what a program does wrong where none of ours runs is nobody's
         return failure.needed == Action.RESTART_APP
     resolved_at = closed.resolved_at
-    lately = resolved_at is None or timezone.now() - resolved_at <= REOPENED_AFTER
+    seen_at = signal.repeated_at or signal.observed_at  # it may be told much later
+    lately = resolved_at is None or seen_at - resolved_at <= REOPENED_AFTER
     return lately or failure.needed not in triage.LASTING
 
 

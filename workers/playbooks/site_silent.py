@@ -30,6 +30,8 @@ from workers.playbooks.base import (
     Wait,
 )
 
+#: Who was heard last so long before a watch began, or later, fell silent with its site.
+SAME_SILENCE = timedelta(minutes=10)
 #: How a watch begins to say that the site is silent, also when it asks for a person.
 SILENT = "silent, their state unknown: "
 
@@ -68,12 +70,19 @@ def watch(ctx: StepContext) -> Outcome:
 
 def look_again_once_heard() -> None:
     """Let the watches that asked for a person look again whose sites are heard by now: nothing else
-    wakes them. One that asked for another reason is left to people."""
+    wakes them. One that asked for another reason is left to people; so is one of whose nodes a
+    person took some out or put them on hold, which are as silent as before."""
     asking = PlaybookRun.objects.filter(
         playbook=PLAYBOOK.name, state=RunState.NEEDS_OPERATOR, state_reason__startswith=SILENT
     )
     for run in asking:
-        if not any(limits.silence_around(node) for node in _silent_nodes(run.cluster_id)):
+        silent = _silent_nodes(run.cluster_id)
+        out = Node.objects.exclude(pk__in=[node.pk for node in silent]).filter(
+            cluster_id=run.cluster_id,
+            lease__reachable=False,
+            lease__last_beat_at__gte=run.created_at - SAME_SILENCE,
+        )
+        if not out.exists() and not any(limits.silence_around(node) for node in silent):
             look_again(run.pk, "the silence is over", afresh=False)
 
 

@@ -72,7 +72,7 @@ def other_node(door: Door, join_token: str) -> NodeClient:
 
 @pytest.fixture
 def stopping(node: NodeClient) -> Iterator[Server]:
-    """A patient server for a test that ends it."""
+    """A patient server for a test that ends it, or must not be too slow for it."""
     from .door import speaking_to
 
     with speaking_to("tests.controlplane.ingest.patient:app", node) as server:

@@ -20,7 +20,7 @@ from controlplane.fleet.models import Command
 from controlplane.ingest.polls import Polls
 from node_agent import wire
 
-from .door import SOONER_S, NodeClient, Pending, Server, speaking_to
+from .door import SOONER_S, NodeClient, Pending, Server, speaking_to, wait_until
 
 
 def poll(node: NodeClient, wait_s: float = 20.0) -> Any:
@@ -39,7 +39,7 @@ def ids(answer: Any) -> list[str]:
 def waits(node: NodeClient) -> Pending:
     """A poll that the server holds: what was sent after it has been answered."""
     pending = node.begin("/v1/commands/poll", {"boot_id": node.boot_id, "wait_s": wire.MAX_POLL_S})
-    assert node.door.request("GET", "/readyz").status == 200
+    wait_until(lambda: node.door.request("GET", "/readyz").status == 200)
     return pending
 
 
@@ -77,6 +77,7 @@ def test_an_order_is_found_without_any_announcement(node: NodeClient) -> None:
     assert ids(pending.answer(timeout=60)) == [row.pk]
 
 
+@pytest.mark.usefixtures("stopping")
 def test_an_order_being_worked_on_is_not_given_again_at_once(node: NodeClient) -> None:
     order(node)
     assert len(ids(poll(node, 20.0))) == 1

@@ -6,7 +6,7 @@ from runtime.checkpoint import writer
 from runtime.checkpoint.meter import Meter
 from runtime.checkpoint.packing import Packer
 
-SLOW = 1e6
+SLOW = 1e3
 
 
 def note(packer: Packer, _meter: Meter) -> None:

@@ -7,11 +7,13 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from runtime.checkpoint import asking, disk
+from runtime.checkpoint import disk
+from runtime.checkpoint.asking import Asking
 from runtime.image import Staged
 from runtime.snapshot import Copying, When
 from runtime.torture.storage import memory_of
@@ -62,13 +64,24 @@ def flip_held_bits(pid: int) -> None:
             opened.write(bytes([byte ^ 1]))
 
 
+def impatient(patch: pytest.MonkeyPatch, store: Path | str) -> None:
+    """That store, which hangs, is not waited for as long as else; those that are well are."""
+    ask = Asking.ask
+
+    def ask_it(self: Asking, call: Any, patience_s: float | None = None, **more: Any) -> Any:
+        soon_s = SOON_S if self._what == str(store) else patience_s
+        return ask(self, call, soon_s, **more)
+
+    patch.setattr(Asking, "ask", ask_it)
+
+
 @contextlib.contextmanager
 def hanging(path: Path) -> Iterator[None]:
-    """Whoever reads it meanwhile waits; a store that hangs is not waited for as long as else."""
+    """Whoever reads it meanwhile waits; it lies in the shared folder."""
     path.unlink()
     os.mkfifo(path)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asking, "ANSWER_S", SOON_S)
+        impatient(patch, path.parent)
         try:
             yield
         finally:

@@ -24,6 +24,7 @@ from tests.runtime.checkpoint.states import (
     SOON_S,
     copy_of_step,
     hanging,
+    impatient,
     staged_at,
 )
 
@@ -116,7 +117,7 @@ def test_a_disk_of_ours_that_hangs_keeps_no_job_from_the_shared_folder(
 ) -> None:
     on_two_tiers.save_all(1)
     back, iterdir, ours = threading.Event(), Path.iterdir, tmp_path / "disk" / "j"
-    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+    impatient(monkeypatch, ours)
     monkeypatch.setattr(
         Path, "iterdir", lambda path: (path == ours and back.wait(), iterdir(path))[1]
     )

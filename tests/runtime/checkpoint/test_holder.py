@@ -155,8 +155,8 @@ def test_who_waits_for_a_state_that_another_replica_sends_slowly_is_not_given_up
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[dict[str, Any]] = []
-    monkeypatch.setattr(peer, "SILENT_S", SOON_S)
-    monkeypatch.setattr(holder, "SIGN_S", SOON_S / 10)
+    monkeypatch.setattr(peer, "SILENT_S", 5.0)
+    monkeypatch.setattr(holder, "SIGN_S", 0.5)
 
     def noted(connection: socket.socket) -> dict[str, Any]:
         heard.append(receive_json(connection))
@@ -166,7 +166,7 @@ def test_who_waits_for_a_state_that_another_replica_sends_slowly_is_not_given_up
     first = in_the_middle(address, 7)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(keep, address, 7)
-        until(lambda: len(heard) > 15 or second.done(), "longer than it would hear nothing")
+        until(lambda: len(heard) > 12 or second.done(), "longer than it would hear nothing")
         given_up = second.done()
         for chunk in [*chunks_of(staged_at(7).buffer)][1:]:
             send_chunk(first, chunk)

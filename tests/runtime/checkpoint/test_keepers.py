@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -112,7 +113,7 @@ def test_a_holder_that_is_back_soon_keeps_on(monkeypatch: pytest.MonkeyPatch) ->
     keepers = keepers_of("a/1", "a/2", "a/3")
     at_once = [keepers.failed("h1:1"), keepers.failed("h1:1")]
     monkeypatch.setattr(peer, "LOST_S", 0.0)
-    keepers.kept()
+    keepers.kept(time.monotonic())
 
     assert [*at_once, keepers.failed("h1:1")] == [False] * 3
     assert address_of(keepers) == "h1:1"

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.checkpoint import asking, store
+from runtime.checkpoint import store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.disk import all_there
 from runtime.checkpoint.draft import write
@@ -28,7 +28,7 @@ from runtime.checkpoint.objects import Found, ObjectStore, step_of
 from runtime.image import CHUNK_BYTES, Damaged
 from runtime.snapshot import stage
 from tests.runtime.checkpoint.one_rank import OneRank
-from tests.runtime.checkpoint.states import SOON_S, staged_at
+from tests.runtime.checkpoint.states import SOON_S, impatient, staged_at
 from tests.runtime.replicas import Fleet, until
 
 Break = Callable[[Any, str], None]
@@ -944,7 +944,7 @@ def test_a_store_that_hangs_is_not_waited_for_for_ever(
     one.save_all(1)
     one.saver.finish()
     back = threading.Event()
-    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+    impatient(monkeypatch, folder)
     monkeypatch.setattr(ObjectStore, "found", lambda _store, _heard: [] * back.wait())
 
     found = one.saver.sources.saves()

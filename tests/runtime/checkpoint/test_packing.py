@@ -27,7 +27,7 @@ from runtime.checkpoint.packing import (
 )
 from runtime.image import CHUNK_BYTES, Damaged, Piece, Table, hash_of
 
-SLOW = 1e6
+SLOW = 1e3
 MB = 1_000_000
 
 

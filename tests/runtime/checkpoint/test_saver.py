@@ -74,8 +74,7 @@ def test_a_tier_that_fails_costs_the_other_nothing(on_two_tiers: OneRank, tmp_pa
     own.rename(tmp_path / "away")
     own.write_text("in the way")
 
-    on_two_tiers.save(2)
-    on_two_tiers.told.until(lambda: 2 in on_two_tiers.told.saved())
+    on_two_tiers.save_all(2)
 
     assert on_two_tiers.told.troubles() == ["checkpoint_failed"]
     assert (2, "save2", "shared") in on_two_tiers.saver.sources.saves()

@@ -39,20 +39,29 @@ def test_two_replicas_that_one_holder_keeps_have_one_name_for_each_state(tmp_pat
     os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
 
 
-def test_that_the_own_node_alone_keeps_it_is_told_once_and_taken_back_once(tmp_path: Path) -> None:
+def test_that_the_own_node_alone_keeps_it_is_taken_back_once_another_has_something(
+    tmp_path: Path,
+) -> None:
+    server = RequestServer("127.0.0.1", "t", Holder().serve)
     one = OneRank(tmp_path, holder=True)
-    near = {"address": "127.0.0.1:1", "domain": "here"}
-    away = {"address": "127.0.0.1:2", "domain": "there"}
+    near = one.saver.open_holder("127.0.0.1")
+    away = {"address": server.address, "domain": "there"}
     members = [
-        {"replica": k, "placement": f"p{k}", "holders": [place]}
-        for k, place in enumerate((near, away))
+        {"replica": number, "placement": f"p{number}", "holders": [place]}
+        for number, place in enumerate((near, away))
     ]
 
-    for present in (members[:1], members[:1], members, members):
+    for present in (members[:1], members[:1], members):
         one.saver.meet(present, 0)
+    before = one.told.troubles()
+    one.save_all(1)
+    one.save_all(2)
 
+    assert before == ["checkpoint_not_apart"]
     assert one.told.troubles() == ["checkpoint_not_apart", "checkpoint_apart"]
     one.saver.finish()
+    server.close()
+    os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
 
 
 def held_elsewhere(tmp_path: Path) -> tuple[OneRank, OneRank, str]:

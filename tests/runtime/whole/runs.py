@@ -140,7 +140,7 @@ class Whole:
         }
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1"),
+                *(sys.executable, "-m", "tests.runtime.torchrun", "--monitor-interval=0.1"),
                 *(*arguments, str(SCRIPT)),
             ],
             env={**os.environ, **environment},
