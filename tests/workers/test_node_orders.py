@@ -379,6 +379,22 @@ def test_what_a_card_showed_while_its_node_drained_is_acted_on_once_that_is_call
     assert (repair.node, repair.context["action"]) == (node, action)
 
 
+def test_what_a_card_showed_in_a_drain_that_failed_is_acted_on_once_the_next_is_called_off(
+    world: World,
+) -> None:
+    node = world.placements[1].node
+    first = begun_to_drain(node)
+    world.shows(node, "remap_failed")
+    intake.triage_signals()
+    PlaybookRun.objects.filter(pk=first.pk).update(state=RunState.CANCELLED)
+    fleet.transition(PERSON, node.pk, NodeState.DRAIN_FAILED, reason="it took too long")
+    second = begun_to_drain(node)
+    incidents.call_off(PERSON, second.pk, "the cables did not come")
+    drain()
+
+    assert Failure.objects.get().incidents.get().unresolved
+
+
 def test_a_line_that_went_on_while_its_node_drained_is_acted_on_once_that_is_called_off(
     world: World,
 ) -> None:

@@ -16,7 +16,7 @@ from controlplane.accounts.selectors import OWNED
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.changes import change, touch
-from controlplane.fleet.choices import NodeState
+from controlplane.fleet.choices import IN_SERVICE, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure, Signal
@@ -230,7 +230,7 @@ def _end_drain(actor: Actor, run: PlaybookRun, node: Node, reason: str) -> None:
     let_go = run.reservations.filter(node=node)
     if found is None or let_go.exists() or node.state not in BEING_DRAINED:
         return
-    _judge_again(node, run.created_at)
+    _judge_again(node, _drained_since(run))
     why = f"its drain was called off: {reason}"
     fleet.transition(actor, node.pk, _state_before(node, found["state"]), reason=why)
     own = f"{OWNED}{run.requested_by}"
@@ -238,6 +238,15 @@ def _end_drain(actor: Actor, run: PlaybookRun, node: Node, reason: str) -> None:
         # An earlier drain that came to nothing wrote what this one found: it is over with this.
         over = found["state"] == NodeState.DRAIN_FAILED or found["drained_by"] == own
         fleet.set_drained_by(actor, node.pk, "" if over else found["drained_by"], why)
+
+
+def _drained_since(run: PlaybookRun) -> datetime:
+    """When its node was in service last: a drain that came to nothing may have come before."""
+    drains = PlaybookRun.objects.filter(
+        node=run.node, playbook=run.playbook, created_at__lte=run.created_at
+    )
+    began = drains.filter(context__found__state__in=sorted(IN_SERVICE)).order_by("-created_at")
+    return next(iter(began.values_list("created_at", flat=True)[:1]), run.created_at)
 
 
 def _judge_again(node: Node, since: datetime) -> None:
