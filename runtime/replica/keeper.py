@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.replica.record import StaleEpoch
+from runtime.replica.record import RECORD, StaleEpoch
 
 log = logging.getLogger("drydock.coordinator")
 
@@ -33,6 +33,7 @@ class Keeper:
     def __init__(self, folder: Path, host: str = "") -> None:
         """`host`: what this machine is called among those that share the folder."""
         self._path = folder / "coordinator.keeper"
+        self._record, self._seen = folder / RECORD, False
         self._host = host or socket.gethostname()
         self._name = f"{self._host} {os.getpid()} {uuid.uuid4().hex[:8]}"
         self._beats = 0
@@ -86,6 +87,7 @@ class Keeper:
     def _run(self, on_lost: Callable[[], object]) -> None:
         while not self._ended.wait(BEAT_S):
             try:
+                self._demand_record()
                 found = self._read()
                 if found and not self._is_ours(found):
                     log.critical("record_lost to=%s", found)
@@ -94,6 +96,14 @@ class Keeper:
                 self._beat()  # also where somebody removed it: nobody has taken over
             except OSError as error:
                 log.warning("no_sign_of_life path=%s error=%s", self._path, error)
+
+    def _demand_record(self) -> None:
+        """Raises FileNotFoundError where it was there and is not any more: its folder was
+        unmounted, as a rule, and no sign is to lie beneath, where the next one would find it."""
+        there = self._record.exists()
+        if self._seen and not there:
+            raise FileNotFoundError(f"{self._record} is gone")
+        self._seen = there
 
     def _is_ours(self, found: str) -> bool:
         return found.rpartition(" ")[0] == self._name

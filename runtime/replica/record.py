@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 LOCK_POLL_S = 0.05
+RECORD = "coordinator.json"  # in the coordinator's folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class RecordFile:
     """Compare-and-set on one file."""
 
     def __init__(self, folder: Path, job: str) -> None:
-        self.path = folder / "coordinator.json"
+        self.path = folder / RECORD
         #: the next one; of this machine, for one that was superseded may still write its own
         self.next = folder / f"coordinator.{socket.gethostname()}.new"
         self.job = job

@@ -14,7 +14,7 @@ import pytest
 
 from runtime.replica import keeper as module
 from runtime.replica.keeper import Keeper
-from runtime.replica.record import Record, RecordFile, StaleEpoch
+from runtime.replica.record import RECORD, Record, RecordFile, StaleEpoch
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
 
 
@@ -73,6 +73,29 @@ def test_a_folder_that_takes_no_sign_of_life_does_not_answer(first: Keeper, tmp_
     until(lambda: not first.answers(), "it does not answer")
     (tmp_path / "coordinator.keeper.first").rmdir()
     until(first.answers, "it answers again")
+
+
+def test_beneath_a_folder_that_was_unmounted_no_sign_is_left_and_none_is_believed(
+    first: Keeper, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    record, lost = tmp_path / RECORD, threading.Event()
+    record.touch()
+    first.keep(lost.set)
+    until(lambda: first._seen, "it has seen the record")
+
+    record.unlink()
+    until(lambda: not first.answers(), "it does not answer")
+    claim = tmp_path / "coordinator.keeper"
+    claim.write_text("an earlier one")
+    looks = len(caplog.records)
+    until(lambda: len(caplog.records) > looks + 1, "it looks again")
+    beneath = claim.read_text()
+    claim.unlink()
+    record.touch()
+    until(first.answers, "it answers again")
+
+    assert not lost.is_set()
+    assert beneath == "an earlier one"
 
 
 def test_after_one_that_ended_nobody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
