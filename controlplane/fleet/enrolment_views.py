@@ -141,6 +141,7 @@ def _page(request: HttpRequest, *, made: Made | None = None, status: int = 200) 
             "clusters": clusters,
             "lives": LIVES,
             "made": made,
+            "typed": request.POST if made is None else {},
         }
 
     expiring = _tokens_in(clusters), ("expires_at",)

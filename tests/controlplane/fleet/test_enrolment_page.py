@@ -17,7 +17,7 @@ from django.utils import timezone
 
 from controlplane import crypto
 from controlplane.accounts.choices import Role
-from controlplane.accounts.models import AuditEvent
+from controlplane.accounts.models import AuditEvent, User
 from controlplane.fleet import enrolment_views
 from controlplane.fleet.models import Cluster, JoinToken
 from node_agent.__main__ import EX_CONFIG
@@ -115,6 +115,16 @@ def test_a_token_that_cannot_be_is_refused_in_words(
 ) -> None:
     assert create(admin, here, uses, ttl_s).status_code == 409
     assert not JoinToken.objects.exists()
+
+
+def test_what_was_typed_stands_in_the_form_that_was_refused(admin: Client, here: Cluster) -> None:
+    GrantFactory(user=User.objects.get(), role=Role.ADMIN, cluster=ClusterFactory(name="aaa"))
+
+    page = create(admin, here, "0", "7200").content.decode()
+
+    assert f'<option value="{here.pk}" selected>' in page
+    assert 'name="uses" type="number" min="1" max="10000" value="0"' in page
+    assert '<option value="7200" selected>' in page
 
 
 def test_a_revoked_token_stays_listed_with_its_reason_on_record(
