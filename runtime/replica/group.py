@@ -114,12 +114,7 @@ class ReplicaGroup:
         )
         if error:
             raise ValueError(error)
-        try:
-            address_of(job.coordinator)
-        except ValueError as unusable:
-            raise RuntimeError(
-                f"{ENV_COORDINATOR} is {job.coordinator!r}; give host:port of the job's coordinator"
-            ) from unusable
+        _demand_coordinator(job)
         mode = known_mode(os.environ.get(ENV_MODE) or mode)
         self.job = job
         self._batches = batches
@@ -339,3 +334,13 @@ def known_mode(name: str) -> Mode:
         if mode == name:
             return mode
     raise ValueError(f"there is no mode {name!r}; use one of: {', '.join(MODES)}")
+
+
+def _demand_coordinator(job: Job) -> None:
+    """Raises RuntimeError if where it is said to be is no address."""
+    try:
+        address_of(job.coordinator)
+    except ValueError as unusable:
+        raise RuntimeError(
+            f"{ENV_COORDINATOR} is {job.coordinator!r}; give host:port of the job's coordinator"
+        ) from unusable

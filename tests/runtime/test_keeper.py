@@ -72,7 +72,8 @@ def test_a_folder_that_takes_no_sign_of_life_does_not_answer(first: Keeper, tmp_
     (tmp_path / "coordinator.keeper.first").mkdir()  # in the way of the next
     until(lambda: not first.answers(), "it does not answer")
     (tmp_path / "coordinator.keeper.first").rmdir()
-    until(first.answers, "it answers again")
+
+    assert until(first.answers, "it answers again")
 
 
 def test_beneath_a_folder_that_was_unmounted_no_sign_is_left_and_none_is_believed(

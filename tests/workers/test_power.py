@@ -193,6 +193,12 @@ def lose(world: World) -> Bmc:
     return world.bmcs[lost.node_id]
 
 
+def look_once_more() -> None:
+    """At the power of a node that is to be off: this step alone, and once."""
+    PlaybookStep.objects.filter(key="quarantine").update(wake_at=timezone.now() - LONG)
+    engine.take_step("test")
+
+
 def emptied(world: World) -> bool:
     """Whether the lost replica may start elsewhere, and does."""
     started = Placement.objects.filter(replica=world.placements[1].replica, state="starting")
@@ -250,8 +256,7 @@ def test_a_node_that_does_not_go_off_is_told_again_after_a_while(
     bmc.lingers = MANY
     drain()
     monkeypatch.setattr(node_steps, "GOES_OFF_S", 0.0)
-    PlaybookStep.objects.filter(key="quarantine").update(wake_at=timezone.now() - LONG)
-    engine.take_step("test")
+    look_once_more()
 
     assert bmc.orders == ["ForceOff", "ForceOff"]
 
@@ -263,8 +268,7 @@ def test_a_node_that_was_told_by_a_clock_that_was_ahead_is_told_again(world: Wor
     run = run_of("repair-node")
     ahead = {**run.context, "told_off": time.time() + LONG.total_seconds()}
     PlaybookRun.objects.filter(pk=run.pk).update(context=ahead)
-    PlaybookStep.objects.filter(key="quarantine").update(wake_at=timezone.now() - LONG)
-    engine.take_step("test")
+    look_once_more()
 
     assert bmc.orders == ["ForceOff", "ForceOff"]
 

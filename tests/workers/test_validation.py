@@ -121,9 +121,7 @@ def test_a_node_is_not_judged_by_what_it_listed_before_it_booted(world: World) -
     assert Command.objects.filter(verb="diagnose").exists()
 
 
-def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(
-    world: World, settings: Settings
-) -> None:
+def loses_a_card_while_watched(world: World, settings: Settings) -> tuple[Node, Gpu]:
     settings.SOAK_S = 600
     node = world.spares[0]
     card = world.card_of(node)
@@ -136,6 +134,13 @@ def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(
     Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
     soaked()
     drain()
+    return node, card
+
+
+def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(
+    world: World, settings: Settings
+) -> None:
+    node, _card = loses_a_card_while_watched(world, settings)
 
     node.refresh_from_db()
     assert step_of("repair-node", "return").state == StepState.NEEDS_OPERATOR
@@ -143,18 +148,7 @@ def test_a_card_that_goes_while_the_node_is_watched_keeps_it_out(
 
 
 def test_a_node_whose_card_was_put_back_is_tested_again(world: World, settings: Settings) -> None:
-    settings.SOAK_S = 600
-    node = world.spares[0]
-    card = world.card_of(node)
-    world.kernel_says(node, XID_79)
-    drain()
-    world.boot(node)
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
-    soaked()
-    drain()
+    node, card = loses_a_card_while_watched(world, settings)
     Gpu.objects.filter(pk=card.pk).update(node=node, index=0)
     incidents.retry_run(SYSTEM, step_of("repair-node", "return").run_id, "it sits well now")
     drain()
