@@ -34,6 +34,8 @@ TOLD_BYTES, TOLD_TIMES = 8 << 20, 32
 #: Looks for what others wrote, in vain, until an engineer is told: a network file system may show
 #: it later.
 UNSEEN = 3
+#: So many saves to memory at most may still turn out to be there of every rank.
+AWAITED = 8
 
 
 #: What a save tells of the state that its job began from.
@@ -124,6 +126,9 @@ class Delivery:
         self.common: dict[TierName, int] = {}
         #: the same of what is in memory, if it is known: its epoch and step
         self.held_by_all: tuple[int, int] | None = None
+        self._epochs: dict[int, int] = {}  # of what was saved to memory, by its step
+        #: bytes of what describes the last copy
+        self.described = 0
         self._share_flaw = ""  # why we could not write the last one of ours
         #: one alone could not write to the folder of all either, and has told so: until somebody
         #: can, or that one is gone, nobody else does
@@ -312,7 +317,7 @@ class Delivery:
         """What any writer is to know of a copy. Raises ValueError if its room has too little."""
         table = save.copying.table
         described = json.dumps({"step": save.step, "save": save.name, **table.describe()}).encode()
-        start = aligned(table.bytes, mmap.PAGESIZE)
+        start, self.described = aligned(table.bytes, mmap.PAGESIZE), len(described)
         if start + len(described) > len(save.room.memory):
             self._rooms.prepare(start + len(described))
             raise ValueError(f"its description has {len(described)} bytes; the next one has room")
@@ -371,6 +376,13 @@ class Delivery:
         if keeper is None:
             raise OSError("no member of this job has a holder")
         ours = self.own_holder()
+        common = self.common.get("peer", -1)
+        held_by_all = self.held_by_all
+        if held_by_all is None and common in self._epochs:
+            held_by_all = self._epochs[common], common
+        self._epochs[save.step] = save.epoch
+        for step in {*[*self._epochs][:-AWAITED]} - {common}:
+            del self._epochs[step]
         label = {
             "rank": self._job.rank,
             "ranks": self._job.ranks,
@@ -382,7 +394,7 @@ class Delivery:
         }
         return {
             "holders": [ours, keeper.address] if ours else [keeper.address],
-            "kept": self.held_by_all,
+            "kept": held_by_all,
             "token": self._job.token,
             "label": label,
             "shared": str(self._folders.shared),

@@ -353,7 +353,7 @@ class Holder:
             buffer=found,
         )  # fmt: skip
         self.memory.finish(held, kept)
-        log.info("held step=%s rank=%s save=%s", label.step, label.rank, label.save)
+        log.debug("held step=%s rank=%s save=%s", label.step, label.rank, label.save)
         send_json(connection, {"held": held.digest})
 
 

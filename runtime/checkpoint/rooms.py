@@ -92,7 +92,7 @@ class Rooms:
         self._used: list[Room] = []
         self._former: list[Room] = []  # too small by now, and not in use
         self._size = 0  # for which there are rooms, or will be
-        self._making = False
+        self._making = self._closed = False
         self._wanted = threading.Event()  # somebody waits for the room that is being made
         self._not_before = 0.0
         self._generation = 0  # how often there was another room
@@ -127,6 +127,7 @@ class Rooms:
         Returns False if they cannot be had at present; `at_once` they are tried for also if they
         could not be had just now."""
         with self._changed:
+            self._closed = False
             there = self._making or self._free or self._used
             if there and (size <= self._size or self._making):
                 return True
@@ -184,8 +185,10 @@ class Rooms:
             return self._generation, [*self._free, *self._used]
 
     def close(self) -> None:
-        """Whoever uses one keeps it for as long as that takes; the others' memory goes back."""
+        """Whoever uses one keeps it for as long as that takes; the others' memory goes back, and no
+        more are made unless they are prepared for again."""
         with self._changed:
+            self._closed = True
             unused = [*self._free, *self._former]
             for some in (self._free, self._former, self._used):
                 some.clear()
@@ -225,6 +228,8 @@ class Rooms:
             former, self._former = self._former, []
             there = {one.number for one in [*self._free, *self._used]}
             lacking = min({*range(self._rooms)} - there, default=None)
+            if self._closed:
+                lacking = None
             resting = RESTING[bool(self._free)]
         while former:
             former.pop().give_up()
@@ -237,7 +242,11 @@ class Rooms:
         made = Room(lacking, self._size, rest, self._pin)
         with self._changed:
             self._wanted.clear()
-            self._free.append(made)
-            self._generation += 1
+            closed = self._closed
+            if not closed:
+                self._free.append(made)
+                self._generation += 1
             self._changed.notify_all()
-        return True
+        if closed:
+            made.give_up()
+        return not closed

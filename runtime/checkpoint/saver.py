@@ -13,7 +13,7 @@ from typing import Any
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.delivery import Delivery, Save
 from runtime.checkpoint.peer import Place, in_turn
-from runtime.checkpoint.rooms import ROOMS, Rooms
+from runtime.checkpoint.rooms import ROOMS, SLACK_BYTES, Rooms
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.suspects import State, suspect
 from runtime.checkpoint.tiers import TIERS, Folders, Interval, Packing, TierName, tiers_of
@@ -152,7 +152,7 @@ class Checkpointer:
         takes, it never holds both rooms. An engineer is told that one is late, once until a save
         to it has waited for none."""
         late = self.delivery.busy(wanted)
-        self._tell_late(late)
+        self._tell_late(late, "the store is slower than checkpoints are due")
         return set(wanted) - late
 
     def is_free(self, tier: TierName) -> bool:
@@ -180,16 +180,16 @@ class Checkpointer:
             self.rooms.complete()
         if self.rooms.any_free():
             return True
-        self._tell_late(set(wanted))
+        have = ", ".join(sorted(self.delivery.busy(self.tiers))) or "a newcomer"
+        self._tell_late(set(wanted), f"no room for a copy is free, {have} has it")
         return False
 
-    def _tell_late(self, tiers: set[TierName]) -> None:
+    def _tell_late(self, tiers: set[TierName], why: str) -> None:
         self._held_up |= tiers
         if new := tiers - self._late:
             self._late |= new
             for name in sorted(new):
-                text = f"{name}: the store is slower than checkpoints are due"
-                self.job.trouble("checkpoint_late", text, name)
+                self.job.trouble("checkpoint_late", f"{name}: {why}", name)
 
     def save(
         self,
@@ -218,11 +218,13 @@ class Checkpointer:
         if not self.rooms.made():
             self.rooms.prepare(0)  # how much is needed turns out below
         while (room := self.rooms.take(FINISH_S if last else 0.0)) is not None:
+            # What describes the copy lies behind it, and may have grown since the last one.
+            behind = self.delivery.described + SLACK_BYTES // 2
             try:
-                copying = begin(room.memory)
+                copying = begin(room.memory[: max(0, len(room.memory) - behind)])
             except TooSmall as error:
                 self.rooms.give_back(room)
-                self.rooms.prepare(error.needed, at_once=last)
+                self.rooms.prepare(error.needed + behind, at_once=last)
                 self._again |= names
                 if not last:
                     return None

@@ -39,6 +39,8 @@ from runtime.image import CHUNK_BYTES, Damaged, Staged, chunks_of, hash_of, page
 log = logging.getLogger("drydock.checkpoint")
 
 KEEP = 3
+#: So far ahead may be a clock by which a checkpoint was dated that is taken for a recent one.
+CLOCKS_APART_S = 300.0
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _ASIDE = ".damaged-"
 GONE = ".gone-"  # given up or to be removed
@@ -449,11 +451,13 @@ def stays(
     that one or of later training, of which its own writer decides; or one of the `keep` of the
     latest training (`place`: how many are later), or was saved within `keep_for_s` seconds before
     that one, or is of the step `common`, which every rank has. Age only ever adds to what the
-    number keeps. `now`: by the clock of whatever they lie on, for the one that `newest` was dated
-    by may be ahead.
+    number keeps. `now`: by the clock of whatever they lie on, for those that they were dated by
+    may be ahead.
     """
     later = (epoch_of(found), found.step) > (epoch_of(newest), newest.step)
-    recent = keep_for_s > 0 and saved_at(found) >= min(saved_at(newest), now) - keep_for_s
+    at = saved_at(found)
+    first, last = sorted((saved_at(newest), now))
+    recent = keep_for_s > 0 and first - keep_for_s <= at <= last + CLOCKS_APART_S
     known = found.step == common or found.save == newest.save
     return place < keep or recent or later or known
 

@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -76,19 +77,21 @@ def tiers_of(
 ) -> dict[TierName, Tier]:
     """Those that this job has. `every_s`: seconds between two saves, or "auto", of all or by tier.
 
-    Raises ValueError for a tier that is none, for an interval, a `keep`, a `keep_for_s` or a `pack`
-    that is none, and for an object store that cannot be used.
+    Raises ValueError for a tier that is none, for an interval, a `keep`, a `keep_for_s`, a `pack`
+    or `failures_per_node_day` that is none, and for an object store that cannot be used.
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep is {keep!r}; give a whole number, 1 or more")
-    odd_kind = isinstance(keep_for_s, bool) or not isinstance(keep_for_s, int | float)
-    if odd_kind or not 0 <= keep_for_s < math.inf:
+    if not _is_amount(keep_for_s) or keep_for_s == math.inf:
         raise ValueError(f"keep_for_s is {keep_for_s!r}; give a number of seconds, 0 or more")
     if pack not in ("auto", False):
         raise ValueError(f"pack is {pack!r}; give 'auto' or False")
     packs = pack == "auto"
     if isinstance(every_s, Mapping) and (odd := set(every_s) - set(TIERS)):
         raise ValueError(f"every_s names {sorted(odd)}; the tiers are {', '.join(TIERS)}")
+    failures = failures_per_node_day
+    if failures is not None and not _is_amount(failures):
+        raise ValueError(f"failures_per_node_day is {failures!r}; give a number above 0")
     nodes = nodes_of(job.world_replicas, job.ranks, job.nodes)
 
     def rate() -> float:
@@ -98,8 +101,13 @@ def tiers_of(
 
     def pace_of(name: TierName) -> Pace:
         asked = every_s.get(name, "auto") if isinstance(every_s, Mapping) else every_s
-        seconds = None if asked == "auto" else float(asked)
-        return Pace(seconds, nodes, rate)
+        if asked == "auto":
+            return Pace(None, nodes, rate)
+        if not _is_amount(asked):
+            raise ValueError(
+                f"every_s is {asked!r} for {name}; give a number of seconds, 0 or more, or 'auto'"
+            )
+        return Pace(float(asked), nodes, rate)
 
     shared = Tier(
         name="shared", pace=pace_of("shared"), keep=keep, own=False, pack=packs,
@@ -118,6 +126,10 @@ def tiers_of(
         ObjectStore(job.object_store, job.name)  # refused now, not at the first save
         tiers["object"] = replace(shared, name="object", pace=pace_of("object"))
     return tiers
+
+
+def _is_amount(given: object) -> bool:
+    return isinstance(given, Real) and not isinstance(given, bool) and given >= 0
 
 
 class Folders:
@@ -223,15 +235,16 @@ def known_run(folder: Path) -> str:
     return found
 
 
-def run_of(folder: Path) -> str:
-    """The same, given a name if it has none; all ranks find the same. Raises OSError."""
+def run_of(folder: Path, name: str = "") -> str:
+    """The same, given that name or a new one if it has none; all ranks find the same. Raises
+    OSError."""
     path = folder / _RUN
     if found := known_run(folder):
         return found
     make_folder(folder)
     draft = folder / f".{_RUN}-{uuid.uuid4().hex}"
     with draft.open("x") as file:
-        file.write(uuid.uuid4().hex[:12])
+        file.write(name or uuid.uuid4().hex[:12])
         file.flush()
         os.fsync(file.fileno())
     try:

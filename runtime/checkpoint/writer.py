@@ -192,11 +192,12 @@ class Writer:
 
     def _write(self, asked: dict[str, Any]) -> None:
         image, table = self._copy(asked)
-        self._demand_mounted(Path(asked["folder"]))
+        place = Path(asked["folder"])
+        mount = self._demand_mounted(place)
         folder, rank, step = self._folder(asked), int(asked["rank"]), int(asked["step"])
-        if "within" not in asked and not self._known_run:
-            with contextlib.suppress(OSError):  # else who saves elsewhere could not if it is full
-                self._known_run = run_of(folder)
+        if "within" not in asked:
+            self._demand_run(place, mounted_since=mount != self._mounts[str(place)])
+        self._mounts[str(place)] = mount
         before = self._before.get(str(folder)) or last_part(folder, rank)
         share, shares = int(asked["share"]), int(asked["shares"])
         shared = None if str(folder) in self._doubted else before
@@ -205,7 +206,11 @@ class Writer:
             with contextlib.suppress(OSError):  # what dead writers left may be what fills the disk
                 for one in [folder, *neighbours(folder)]:
                     sweep(one, sparing=self._name)
-        draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
+        try:
+            draft = Draft(folder, step, self._name, int(asked["ranks"]), asked["facts"], shares)
+        except OSError as error:  # a folder takes room, too
+            self._make_way_if_full(error, folder, asked)
+            raise
         begun, verified = draft.path, False
         try:
             written = draft.write(
@@ -242,8 +247,7 @@ class Writer:
                 raise GivenUp from error
             else:
                 draft.give_up()
-            if isinstance(error, OSError) and error.errno in FULL:
-                self._make_way(folder, asked)
+            self._make_way_if_full(error, folder, asked)
             raise
         finally:
             draft.close()
@@ -258,16 +262,33 @@ class Writer:
         self._say("verified", whole=as_told(whole, str(path)))
         self._clean(folder, path, asked)
 
-    def _demand_mounted(self, folder: Path) -> None:
+    def _demand_mounted(self, folder: Path) -> Path:
         """That the file system on which we saved first is still there: what is written beneath its
-        mount point nobody finds again once it is back. Raises OSError, also for one that is ill."""
+        mount point nobody finds again once it is back. Where it is mounted by now: it may have been
+        since, or a link leads elsewhere. Raises OSError, also for one that is ill."""
         with contextlib.suppress(FileNotFoundError):
             folder.stat()  # has mounted what is mounted when somebody asks for it
         now = mount_of(folder)
         mount = self._mounts.setdefault(str(folder), now)
-        if now != mount and folder.resolve().is_relative_to(mount):
+        beneath = mount != now and mount.is_relative_to(now)
+        if beneath and folder.resolve().is_relative_to(mount):
             raise OSError(f"nothing is mounted at {mount} any more, where {folder} was: mount it")
-        self._mounts[str(folder)] = now  # elsewhere, on purpose: a link that leads there now
+        return now
+
+    def _demand_run(self, folder: Path, *, mounted_since: bool) -> None:
+        """That this folder of all has the name of the run that we are of. Raises OSError if it has
+        another's: it was mounted after the job began."""
+        if self._known_run and not mounted_since:
+            return
+        found = ""
+        with contextlib.suppress(OSError):  # else who saves elsewhere could not if it is full
+            found = run_of(folder, self._known_run)
+        if found and self._known_run and found != self._known_run:
+            raise OSError(
+                f"{folder} was mounted after this job began, which is run {self._known_run}, and "
+                f"has its run {found}: end the job, then it goes on from there"
+            )
+        self._known_run = found or self._known_run
 
     def _left_alone(self, folder: Path) -> int:
         """How many of our saves there, up to the last, never had the parts of all: others save
@@ -409,9 +430,11 @@ class Writer:
         except (OSError, Damaged) as error:
             self._say("alarm", kind="checkpoint_not_pruned", text=str(error))
 
-    def _make_way(self, folder: Path, asked: dict[str, Any]) -> None:
-        """The disk is full, and what makes room comes after a save that succeeds: writers that died
-        before that may have left more than is to be kept."""
+    def _make_way_if_full(self, error: BaseException, folder: Path, asked: dict[str, Any]) -> None:
+        """What makes room on a disk comes after a save that succeeds: writers that died before that
+        may have left more than is to be kept."""
+        if not isinstance(error, OSError) or error.errno not in FULL:
+            return
         keep = int(asked["keep"])
         with contextlib.suppress(OSError, Damaged):
             store.drop_aside(folder)

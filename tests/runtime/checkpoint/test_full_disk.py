@@ -14,6 +14,7 @@ import pytest
 
 from runtime.checkpoint import store
 from runtime.checkpoint.draft import write
+from runtime.checkpoint.tiers import known_run, run_of
 from tests.runtime.checkpoint.one_rank import OneRank
 from tests.runtime.checkpoint.states import staged_at
 
@@ -83,6 +84,25 @@ def test_what_was_set_aside_makes_way_where_the_disk_is_full(trainer: OneRank, d
     assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
 
 
+def fill_with_files(folder: Path) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        list(map(Path.touch, (folder / str(number) for number in range(200))))
+
+
+def test_it_makes_way_too_where_there_is_no_room_for_a_folder(trainer: OneRank, disk: Path) -> None:
+    trainer.save_all(2)
+    (saved,) = disk.rglob("step-00000002")
+    aside = saved.parent / ".damaged-step-00000009-1"
+    aside.mkdir()
+    mount("-o", "remount,nr_inodes=200", disk)
+    fill_with_files(aside)
+
+    trainer.save_all(3, 4)
+
+    assert on_disk(trainer) == [4, 2]
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+
+
 def test_what_writers_that_died_left_to_be_removed_makes_way_too(
     trainer: OneRank, disk: Path
 ) -> None:
@@ -138,3 +158,41 @@ def test_nothing_is_saved_beneath_a_shared_folder_that_is_gone(disk: Path) -> No
     assert f"nothing is mounted at {disk} any more" in trainer.told.messages[1].text
     assert trainer.told.saved() == [1, 3]
     assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+
+
+def test_a_shared_folder_that_is_mounted_after_the_first_save_is_saved_to(tmp_path: Path) -> None:
+    trainer, folder = OneRank(tmp_path / "state", own_disk=True), tmp_path / "state"
+    trainer.save_all(1)
+    before = known_run(trainer.saver.folders.shared)
+    mount("-t", "tmpfs", "none", folder)
+    try:
+        trainer.save_all(2)
+        trainer.saver.finish()
+        saved = [path.name for path in store.candidates(trainer.saver.folders.shared)]
+        run = known_run(trainer.saver.folders.shared)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+    assert saved == ["step-00000002"]
+    assert run == before != ""  # what the node's own disk has is of the same
+    assert trainer.told.troubles() == []
+
+
+def test_nothing_is_saved_to_a_folder_of_another_run_that_is_mounted_later(tmp_path: Path) -> None:
+    trainer, folder = OneRank(tmp_path / "state"), tmp_path / "state"
+    trainer.save_all(1)
+    shared = trainer.saver.folders.shared
+    mount("-t", "tmpfs", "none", folder)
+    try:
+        theirs = run_of(shared)
+        for step in (2, 3):
+            trainer.save(step)
+            trainer.told.until(lambda: not trainer.saver.delivery._asked)
+        trainer.saver.finish()
+        saved = store.candidates(shared)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+    assert saved == []
+    assert trainer.told.troubles() == ["checkpoint_failed"]
+    assert f"has its run {theirs}: end the job" in trainer.told.messages[1].text

@@ -121,6 +121,15 @@ def test_a_clock_that_is_ahead_makes_nothing_old(tmp_path: Path) -> None:
     assert len(store.candidates(tmp_path)) == 3
 
 
+def test_nor_does_it_keep_what_was_saved_by_it_as_if_it_were_young(tmp_path: Path) -> None:
+    day = Saved(1, 1, 1_000_000 + 30 * 86_400), Saved(1, 2, 1_000_060), Saved(1, 3, 1_000_200)
+    laid_out(tmp_path, [*day])
+
+    store.prune(tmp_path, tmp_path / day[-1].name, 1, DAY_S, now=1_000_200.0)
+
+    assert [store.number_of(path)[0] for path in store.candidates(tmp_path)] == [3, 2]
+
+
 def test_nor_does_one_that_is_ahead_of_the_store_s(tmp_path: Path) -> None:
     objects = ObjectStore(f"file://{tmp_path}", "j")
     now = time.time()

@@ -338,3 +338,24 @@ def test_where_the_rest_of_a_room_cannot_be_had_any_more_it_is_given_up(
 
     assert room is None
     assert len(told) == 1
+
+
+def test_rooms_that_are_being_made_at_the_end_are_given_up() -> None:
+    begun, over = threading.Event(), threading.Event()
+
+    def pin(_memory: memoryview) -> None:
+        begun.set()
+        assert over.wait(PATIENCE_S)
+
+    made = Rooms(pytest.fail, pin=pin)
+    made.prepare(1 << 20)
+    assert begun.wait(PATIENCE_S)
+    made.close()
+    over.set()
+    until(lambda: not made._making, "it is over")
+
+    assert made.there()[1] == []
+    assert made.take() is None
+    made.prepare(1 << 20)
+    until(made.all_free, "they are prepared for again")
+    made.close()

@@ -19,6 +19,7 @@ from runtime.checkpoint import store
 from runtime.checkpoint.draft import HOST
 from runtime.checkpoint.handle import WRITER_MODULE, WriterHandle
 from runtime.checkpoint.manifest import sealed
+from runtime.checkpoint.rooms import SLACK_BYTES
 from runtime.checkpoint.tiers import TierName, tiers_of
 from runtime.client import CheckpointSaved, Trouble
 from runtime.image import Damaged, Piece
@@ -273,6 +274,21 @@ def test_a_save_to_a_tier_that_this_node_has_not_takes_no_room(trainer: OneRank)
     assert begun is None
     assert trainer.save(3) is not None
     assert trainer.save(4) is not None
+
+
+def test_what_describes_a_state_may_grow_from_save_to_save(trainer: OneRank) -> None:
+    """As a history does that a script keeps in its extras."""
+    said = 400_000
+
+    def begin(step: int, into: memoryview | None) -> Copying:
+        return Copying({**state_of_step(step), "history": "x" * step * said}, step, into)
+
+    for step in range(1, 17):
+        assert trainer.save(step, begin=begin) is not None
+        trainer.told.until(lambda step=step: step in trainer.told.saved())  # type: ignore[misc]
+
+    assert 16 * said > 6 * SLACK_BYTES
+    assert trainer.told.troubles() == []
 
 
 def test_without_room_a_save_is_skipped_and_told(trainer: OneRank) -> None:

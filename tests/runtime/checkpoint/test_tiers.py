@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -92,6 +92,18 @@ def test_how_often_nodes_fail_as_the_control_plane_says_it_sets_the_interval(
 def test_a_rate_of_failures_that_is_no_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="failures_per_node_day is inf"):
         tiers_of(job_at(tmp_path), 5.0, 3, float("inf"))
+
+
+@pytest.mark.parametrize("every_s", ["Auto", None, True, -1.0, {"shared": "5"}])
+def test_an_interval_that_is_none_is_refused_with_the_remedy(tmp_path: Path, every_s: Any) -> None:
+    with pytest.raises(ValueError, match=r"every_s is .* for shared; give a number of seconds"):
+        tiers_of(job_at(tmp_path), every_s, 3, RATE)
+
+
+@pytest.mark.parametrize("rate", ["0.1", -1.0, True])
+def test_a_rate_that_is_none_is_refused_with_the_remedy(tmp_path: Path, rate: Any) -> None:
+    with pytest.raises(ValueError, match=r"failures_per_node_day is .*give a number above 0"):
+        tiers_of(job_at(tmp_path), 5.0, 3, rate)
 
 
 def test_an_interval_of_no_tier_is_refused(tmp_path: Path) -> None:

@@ -64,6 +64,23 @@ def test_that_the_own_node_alone_keeps_it_is_taken_back_once_another_has_somethi
     os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
 
 
+def test_of_several_ranks_memory_keeps_what_all_have_though_one_s_next_saves_are_refused(
+    tmp_path: Path,
+) -> None:
+    one = OneRank(tmp_path, ranks=2, holder=True)
+    place = one.saver.open_holder("127.0.0.1")
+    one.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
+    for step in (1, 2, 3):
+        one.saver.delivery.common = {"peer": 1}  # of these the other rank has the first alone
+        assert one.save(step) is not None
+        one.told.until(lambda step=step: step in one.told.saved())  # type: ignore[misc]
+    held = [label["step"] for label in peer.held(place["address"], "t")]
+    one.saver.finish()
+    os.kill(json.loads((tmp_path / "memory/j/holder.json").read_bytes())["pid"], signal.SIGKILL)
+
+    assert held == [3, 1]
+
+
 def held_elsewhere(tmp_path: Path) -> tuple[OneRank, OneRank, str]:
     """Ours, which has nothing, and one whose step 7 its own node's holder has, at that address."""
     ours, theirs = (OneRank(tmp_path / name, holder=True) for name in ("ours", "theirs"))
