@@ -53,16 +53,19 @@ def main() -> None:
     parallelize_module(model, init_device_mesh("cpu", (job.ranks,)), plan)
     optimizer = torch.optim.AdamW(model.parameters(), OPTIONS["learning_rate"])
     data = corpus(OPTIONS["megabytes"] << 20)
+    places = len(data) - OPTIONS["context"]
+    batches = runtime.Batches(samples=places, shards=1, shard_size=OPTIONS["rows"], seed=7)
     saver = runtime.Checkpointer(job, every_s=OPTIONS["checkpoint_s"])
     os.nice(OPTIONS["nice"])
-    with runtime.WholeJob(job, model, optimizer, saver) as whole:
-        for step in whole.steps(OPTIONS["steps"]):
-            inputs, targets = rows_of(data, step)
-            loss = F.cross_entropy(model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+    with runtime.WholeJob(job, model, optimizer, saver, batches=batches, data_part=(0, 1)) as whole:
+        for _step in whole.steps(OPTIONS["steps"]):
+            for shard in whole.shards():
+                inputs, targets = rows_of(data, shard.ids)
+                loss = F.cross_entropy(model(inputs), targets)
+                loss.backward()  # type: ignore[no-untyped-call]
+                whole.tell(loss)
             optimizer.step()
             optimizer.zero_grad()
-            whole.tell(loss.item(), samples=len(inputs))
 
 
 class NextByte(nn.Module):
@@ -79,13 +82,10 @@ class NextByte(nn.Module):
         return scores
 
 
-def rows_of(data: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a step trains on follows from its number alone: the same on all ranks, and again after
-    the job was started anew."""
-    context = OPTIONS["context"]
-    draw = torch.Generator().manual_seed(step)
-    starts = torch.randint(len(data) - context - 1, (OPTIONS["rows"],), generator=draw)
-    rows = torch.stack([data[start : start + context + 1] for start in starts.tolist()]).long()
+def rows_of(data: torch.Tensor, starts: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each place in the data the bytes from there on, and the one that follows them."""
+    end = OPTIONS["context"] + 1
+    rows = torch.stack([data[start : start + end] for start in starts]).long()
     return rows[:, :-1], rows[:, -1]
 
 

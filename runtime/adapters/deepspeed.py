@@ -1,10 +1,14 @@
 """A DeepSpeed engine in a `WholeJob`: its ZeRO parts are saved and put back as any others.
 
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    with runtime.WholeJob(job, EngineState(engine), [], saver) as whole:
+    part = (job.rank, job.ranks)
+    with runtime.WholeJob(
+        job, EngineState(engine), [], saver, batches=batches, data_part=part
+    ) as whole:
         for step in whole.steps(10_000):
-            engine.backward(loss_of(engine, rows_of(step)))
-            engine.step()
+            for shard in whole.shards():
+                engine.backward(loss_of(engine, shard.data))
+                engine.step()
 
 Each rank saves what it holds, so the job goes on with as many ranks and the same configuration.
 """

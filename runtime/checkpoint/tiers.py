@@ -129,7 +129,7 @@ def tiers_of(
 
 
 def _is_amount(given: object) -> bool:
-    return isinstance(given, Real) and not isinstance(given, bool) and given >= 0
+    return isinstance(given, Real) and not isinstance(given, bool) and float(given) >= 0
 
 
 class Folders:

@@ -224,7 +224,7 @@ class Rank:
             else:
                 part = partial(sources.read, name, tier, progress=go_on)
                 self._read = resharded(part, saved, rank, ranks)
-            if AS_SAVED in self._read:  # it has no ledger either, and is not of weights alone
+            if AS_SAVED in self._read:  # it may have no ledger, and is not of weights alone
                 raise Damaged("a runtime.WholeJob saved it, and no ReplicaGroup can go on from it")
         except NotInstalled:
             raise  # nothing is wrong with it, and what is older must not take its place

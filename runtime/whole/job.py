@@ -8,6 +8,7 @@ can read. The script makes its steps itself: this only counts, saves, tells and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -43,11 +44,12 @@ from runtime.client import (
     Directive,
     Stopped,
 )
+from runtime.data import Batches, Shard
 from runtime.ending import AtRest, Ending
 from runtime.generators import cards_of, generators, set_generators
 from runtime.image import Staged
 from runtime.job import Job
-from runtime.ledger import SampleLedger
+from runtime.ledger import Range
 from runtime.parts import as_told, put_together, taken_apart
 from runtime.replica.network import own_address
 from runtime.replica.shape import of_deepspeed
@@ -74,6 +76,7 @@ from runtime.snapshot import (
 from runtime.stalls import Stalls
 from runtime.whole.newest import Found, Loaded, Newest
 from runtime.whole.ranks import Part, Ranks
+from runtime.whole.samples import LEDGER, TAKEN, NoSamples, Samples, left_out
 
 log = logging.getLogger("drydock.whole")
 
@@ -84,8 +87,10 @@ IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
 class WholeJob:
     """All ranks of a job that lives and dies as one. Iterate `steps`; each turn is one step.
 
-    `extra`: what else is to be saved, by name (a schedule, a scaler, a sampler), with `state_dict`
-    and `load_state_dict`. What the generators of torch, Python and NumPy will draw is kept too.
+    `batches`: what each step trains on, in an order that it keeps; the loop asks for `shards`, and
+    the ledger proves which samples were trained. `extra`: what else is to be saved, by name (a
+    schedule, a scaler, a sampler), with `state_dict` and `load_state_dict`. What the generators of
+    torch, Python and NumPy will draw is kept too.
     """
 
     def __init__(
@@ -95,16 +100,23 @@ class WholeJob:
         optimizer: Stateful | Sequence[Stateful],
         saver: Checkpointer,
         *,
+        batches: Batches | None = None,
+        data_part: tuple[int, int] | None = None,
         extra: Mapping[str, Stateful] | None = None,
         stalled_after_s: float = 120.0,
     ) -> None:
-        """`model`: or what else keeps the weights, as `runtime.adapters.deepspeed.EngineState`. A
-        step that takes `stalled_after_s` seconds, and 20 times as long as usual, is told of as
-        `stalled`, by each rank with the place in its script; 0 for never.
+        """`model`: or what else keeps the weights, as `runtime.adapters.deepspeed.EngineState`.
+        `data_part`: which part of each step's shards this rank computes, from 0, and of how many:
+        its place among those that divide the batch, `(mesh["dp"].get_local_rank(),
+        mesh["dp"].size())`, or `(0, 1)` where all ranks take the same samples; may be left away
+        with one rank. A step that takes
+        `stalled_after_s` seconds, and 20 times as long as usual, is told of as `stalled`, by each
+        rank with the place in its script; 0 for never.
 
         Raises RuntimeError unless the default process group is that of all ranks of the job, and
-        ValueError for a job of several replicas, for a process that is to stand by for another, and
-        for what DeepSpeed has divided, unless its `EngineState` is given."""
+        ValueError for a job of several replicas, for a process that is to stand by for another,
+        for what DeepSpeed has divided, unless its `EngineState` is given, and for a `data_part`
+        that there is not, or that is not said."""
         if job.world_replicas > 1:
             raise ValueError(
                 f"this job has {job.world_replicas} replicas ({ENV_WORLD_REPLICAS}), which would "
@@ -117,6 +129,7 @@ class WholeJob:
                 "step: it would train beside it, into the same folder. To move it end it, then "
                 "start it elsewhere: it goes on from its newest checkpoint"
             )
+        self.samples = _samples_of(job, batches, data_part)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         parts: list[tuple[str, Any]] = [("the optimizer", one) for one in optimizers]
         if isinstance(model, torch.nn.Module):
@@ -159,7 +172,9 @@ class WholeJob:
         self._tried = False  # our only rank has saved the last step to a tier of all, and failed
         self._asked = False  # the control plane wants a checkpoint
         self._owed: set[TierName] = set()  # and had none yet in these tiers
-        self._teller = Teller(job, SampleLedger({}), 0, whole=True)
+        tokens = batches.tokens_per_sample if batches is not None else 0
+        self._teller = Teller(job, self.samples.ledger, tokens, whole=True)
+        self._told_left_out = False  # that some shards were
         self._stalls = Stalls(job.trouble, stalled_after_s)
         self._ending = Ending(job, saver, self._save_aside)
         self._start = ""  # a word of this start, the same on all ranks
@@ -173,6 +188,7 @@ class WholeJob:
             self._ending.close()
             self._tell_end(error)
             self.job.sender.close(3.0)
+            self.samples.close()
             raise
         return self
 
@@ -191,6 +207,7 @@ class WholeJob:
             self.saver.finish()
             self._tell_last()
         self.job.sender.close(3.0)
+        self.samples.close()
 
     def steps(self, count: int) -> Iterator[int]:
         """The steps that are left of so many. One is made once the loop asks for the next, so leave
@@ -201,6 +218,7 @@ class WholeJob:
         self._because = ""  # several loops may follow each other
         while not self._over and self.committed + 1 < count:
             self._in_step = True
+            self.samples.begin(self.committed + 1)
             try:
                 with self._stalls.computing():
                     yield self.committed + 1
@@ -209,11 +227,16 @@ class WholeJob:
                 raise
             self._in_step = False
             self.committed += 1
-            loss, samples = self._said
-            self._said = (loss, 0)  # who tells of each tenth step counts its samples once
-            self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
             self._over = self._at_edge()
         self._because = "over" if self.committed + 1 >= count else self._wish
+
+    def shards(self) -> Iterator[Shard]:
+        """This rank's part of the step under way, shard by shard; asked for again, the same. The
+        ledger has those that were taken from it. Raises RuntimeError between two steps, and without
+        `batches`."""
+        if not self._in_step:
+            raise RuntimeError("no step is under way: ask for its shards in the loop over steps")
+        return self.samples.of_step()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -237,20 +260,23 @@ class WholeJob:
             yield
 
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
-        """What the job's page is to show of the step under way."""
+        """What the job's page is to show of the step under way. Where there are `batches`, these
+        tell how many samples it had."""
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self._loss = float(value)
         self._said = (self._loss, samples)
 
     def digest(self) -> str:
         """Equal for every run whose rank trained the same, however often it was started anew."""
-        return digest_of({**self._state(), "epoch": 0})
+        kept = {name: one for name, one in self._state().items() if name not in (LEDGER, TAKEN)}
+        return digest_of({**kept, "epoch": 0})
 
     # --- begin and end ------------------------------------------------------------------------
 
     def _begin(self) -> None:
         self._ranks = Ranks(self.job.rank, self.job.ranks)
         self._start = self._ranks.from_first(uuid.uuid4().hex[:8])
+        self.samples.open(self.job.trouble, self._ranks)
         self._resume(self._meet_nodes())
         self._refuse_odd()
         if not self.job.rank:
@@ -337,24 +363,26 @@ class WholeJob:
         here = [name for name in TIERS if name in self.saver.tiers]
         # Where one rank's state outgrew its room none has a checkpoint.
         wanted = self.saver.again() if self.job.rank else self._due()
-        flags = [self.job.stop.is_set(), self.job.told.is_set()]
+        flags: list[int] = [self.job.stop.is_set(), self.job.told.is_set()]
         flags += [name in wanted for name in TIERS]
         flags += [not (name in here and self.saver.is_free(name)) for name in TIERS]
         loss, self._loss = self._loss, None
         flags += [loss is not None, loss is not None and not math.isfinite(loss)]
         # Looked up after that: of a tier that is busy on no rank nothing new is verified any more.
         parts = dict(self._verified)
-        young = time.monotonic() < self._held_back_until
-        times, steps = self._ending.times(here), _steps_of(parts)
+        young = int(time.monotonic() < self._held_back_until)
+        times, taken = self._ending.times(here), self.samples.taken()
+        said = flags, [young], times, taken, _steps_of(parts)
         with self._ending.at_rest(self._at_rest()):
-            highest = self._ranks.highest([*flags, young, *times, *steps])
-        stop, sent_away, *told, was_told, is_nan = map(bool, highest[: len(flags)])
-        self._ending.hear(here, highest[len(flags) + 1 : -len(steps)])
-        self._note_whole(parts, highest[-len(steps) :])
+            flags, (young,), times, taken, steps = _highest(self._ranks, said)
+        stop, sent_away, *told, was_told, is_nan = map(bool, flags)
+        self._ending.hear(here, times)
+        self._note_whole(parts, steps)
+        self._note_committed(taken)
         if was_told:
             self._judge(math.nan if is_nan else 0.0)
         due = [name for name, said in zip(TIERS, told, strict=False) if said]
-        if self._holds_back(highest[len(flags)]):
+        if self._holds_back(young):
             due = []
         busy = dict(zip(TIERS, told[len(TIERS) :], strict=True))
         # Each rank tells of its own stores that are late: no other sees them.
@@ -369,6 +397,20 @@ class WholeJob:
         elif free:
             self._save(free)
         return over
+
+    def _note_committed(self, taken: Sequence[int]) -> None:
+        """Tell of the step that is over. `taken`: see `Samples.taken`, of all ranks the highest."""
+        loss, said = self._said
+        self._said = (loss, 0)  # who tells of each tenth step counts its samples once
+        entered = self.samples.enter(self.committed, self.epoch, taken)
+        samples = said if entered is None else entered.per_step
+        self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
+        self._tell_left_out(entered)
+
+    def _tell_left_out(self, entered: Range | None) -> None:
+        if entered and (text := left_out(entered)) and not (self._told_left_out or self.job.rank):
+            self._told_left_out = True
+            self.job.trouble("samples_left_out", text)
 
     def _judge(self, loss: float) -> None:
         """A step's loss, as far as it is a number on all ranks that told it. Raises DoesNotTrain on
@@ -521,6 +563,7 @@ class WholeJob:
             "step": self.committed if step is None else step,
             "epoch": self.epoch,
             **replaced(parts, taken_apart),
+            **self.samples.state_dict(),
             "random": generators(self.model),
         }
 
@@ -551,6 +594,7 @@ class WholeJob:
 
     def _go_on_from(self, loaded: Loaded, found: Sequence[Found]) -> None:
         self._put_back(loaded.part)
+        self._tell_left_out(self.samples.complete(self._ranks, self.committed, self.epoch))
         if not self.job.rank:
             self.saver.sources.loaded(loaded.name)
         self._saved = {tier: loaded.step for _, name, tier in found if name == loaded.name}
@@ -567,6 +611,8 @@ class WholeJob:
                 "start the job with the script that saved it, or give it another state folder and "
                 "load in the script what python -m runtime.checkpoint export makes of this one"
             )
+        if changed := self.samples.load_state_dict(state):
+            self.job.trouble("data_changed", changed)
         theirs = put_together(state["model"], self.model, "model")
         put_back_model(self.model, theirs)
         has = (len(state["optimizers"]), sorted(state["extra"]))
@@ -590,6 +636,28 @@ class WholeJob:
         if digest_of(restored, as_laid_out(part.table)) != part.digest:
             text = "what was put back is not what was saved: some load_state_dict gives back less"
             self.job.trouble("checkpoint_not_restored", text)
+
+
+def _samples_of(
+    job: Job, batches: Batches | None, data_part: tuple[int, int] | None
+) -> Samples | NoSamples:
+    """See `WholeJob`."""
+    if batches is None:
+        return NoSamples()
+    if data_part is None and job.ranks > 1:
+        raise ValueError(
+            f"which part of the batches does rank {job.rank} compute? Say data_part=(0, 1) if all "
+            "ranks take the same samples, else its place among those that divide the batch, and "
+            "how many these are"
+        )
+    return Samples(batches, *(data_part or (0, 1)))
+
+
+def _highest(ranks: Ranks, groups: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Of each number in each group what is the highest that a rank gives."""
+    groups = list(groups)
+    left = iter(ranks.highest([one for group in groups for one in group]))
+    return [list(itertools.islice(left, len(group))) for group in groups]
 
 
 def due_in(model: torch.nn.Module | Stateful) -> Due:

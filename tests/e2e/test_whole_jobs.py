@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from runtime.ledger.check import check
 from tests.e2e.conftest import PATIENCE_S, Api, seen
 from tests.product import Product
 
@@ -73,6 +74,9 @@ def test_it_moves_by_saving_and_going_on_elsewhere(
     assert after["epoch"] == before["epoch"] + 1
     last, first = _steps(product, path, after["epoch"])
     assert first == last + 1  # nothing is lost, and nothing trained twice
+    eventually(lambda: api(path)["ledger_step"] >= first, PATIENCE_S, "its ledger is told")
+    report = check(api(f"{path}/ledger?limit=200")["results"])
+    assert report.whole, report.problems
     assert api(f"incidents?state=open&job={_id(path)}")["results"] == []
 
 

@@ -187,6 +187,7 @@ def test_of_several_ranks_one_that_waits_at_the_edge_saves_its_part_of_the_same_
     assert status == 0, said
     assert (whole.begins(epoch=2), whole.steps(0)[-1][1]) == (EVALUATES_IN + 1, STEPS - 1)
     assert whole.digests() == calm.digests()
+    assert whole.ledger().whole, whole.ledger().problems
 
 
 def test_a_rank_that_ended_listens_no_more(alone: Alone) -> None:

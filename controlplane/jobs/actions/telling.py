@@ -152,6 +152,11 @@ def _record_progress(job: Job, batch: client.Batch, message: client.Progress) ->
     )
     if not _is_news(job, batch, message):
         return  # told late, or again
+    first = message.step - message.steps + 1
+    if message.whole and (message.epoch, first) <= (job.epoch, job.step):
+        # Where all start anew by a higher epoch, this is one that found no checkpoint any more.
+        job.recomputed_steps += job.ledger_step + 1
+        _take_back_ledger(job, 0)
     job.step = message.step
     job.step_at = at
     job.epoch = message.epoch

@@ -215,6 +215,27 @@ def test_what_lives_as_one_and_begins_anew_is_heard_from_its_first_epoch_on(
     assert (job.epoch, job.step) == (1, 1)
 
 
+@pytest.mark.parametrize("epoch", [1, 5])
+def test_where_it_begins_anew_the_ledger_begins_anew_too(placement: Placement, epoch: int) -> None:
+    tell(placement, progress(9, epoch=epoch, whole=True), ledger(0, 9, epoch))
+    begun = anew(placement)
+    reply = tell(begun, progress(4, at=time.time(), whole=True))
+    tell(begun, ledger(0, 4))
+
+    job = job_of(placement)
+    assert (reply.ledger_step, reply.ledger_epoch) == (-1, -1)
+    assert (job.ledger_step, job.recomputed_steps) == (4, 10)
+    assert [one.epoch for one in LedgerRange.objects.filter(job=job)] == [1]
+
+
+def test_one_that_goes_on_keeps_the_ledger_of_the_steps_before(placement: Placement) -> None:
+    tell(placement, progress(9, whole=True), ledger(0, 9))
+    tell(placement, progress(14, at=1001.0, whole=True), ledger(10, 14))
+    tell(anew(placement), progress(12, at=time.time(), epoch=2, whole=True))
+
+    assert job_of(placement).ledger_step == 14
+
+
 def test_what_it_told_before_it_began_anew_is_not_heard(placement: Placement) -> None:
     tell(placement, progress(9, epoch=5, whole=True))
     anew(placement)

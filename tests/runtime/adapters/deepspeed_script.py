@@ -92,18 +92,21 @@ def main() -> None:
     kind = torch.bfloat16 if "bf16" in config else torch.float32
     saver = runtime.Checkpointer(job, every_s=0.0)
     steps = (folder / f"steps.{job.rank}").open("a", buffering=1)
-    with runtime.WholeJob(job, EngineState(engine), [], saver) as whole:
+    batches = runtime.Batches(samples=1000, shards=MICRO_BATCHES * job.ranks, shard_size=8)
+    part = (job.rank, job.ranks)
+    state = EngineState(engine)
+    with runtime.WholeJob(job, state, [], saver, batches=batches, data_part=part) as whole:
         for step in whole.steps(job.options["steps"]):
             if step == 1:
                 saver.rooms.await_free(PATIENCE_S)  # then this step's edge does save
-            for _ in range(MICRO_BATCHES):
-                rows = torch.randn(8, 16, dtype=kind)
+            for shard in whole.shards():
+                rows = torch.randn(len(shard.ids), 16, dtype=kind)
                 loss = (engine(rows) - rows.flip(1)).float().square().mean()
                 engine.backward(loss)
                 if step == job.options.get("killed_in") and job.rank == job.ranks - 1:
                     wait_and_die(folder)
                 engine.step()
-            whole.tell(loss.item(), 16)
+            whole.tell(loss.item())
             steps.write(f"{whole.epoch} {step}\n")
         (folder / f"digest.{job.rank}").write_text(whole.digest())
     (folder / f"engine.{job.rank}").write_text(f"{engine.global_steps} {engine.get_lr()}")

@@ -19,6 +19,8 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from runtime.adapters.deepspeed import EngineState, expressed, filled
+from runtime.ledger.__main__ import read
+from runtime.ledger.check import check
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN
 
 SCRIPT = Path(__file__).with_name("deepspeed_script.py")
@@ -93,6 +95,7 @@ def test_a_rank_dies_and_the_job_ends_as_if_nothing_had_happened(
     assert len(killed.epochs()) == 2
     assert killed.left("digest") == calm.left("digest")
     assert killed.left("engine") == calm.left("engine")
+    assert check(read([killed.folder / "state"])).whole
     assert "checkpoint_not_restored" not in said
 
 

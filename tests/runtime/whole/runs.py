@@ -24,6 +24,8 @@ from runtime.checkpoint import store
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.tiers import TierName
 from runtime.job import Job
+from runtime.ledger.__main__ import read
+from runtime.ledger.check import Report, check
 from runtime.snapshot import stage
 from tests.ports import free_port
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
@@ -169,6 +171,10 @@ class Whole:
         lines = (self.folder / f"steps.{rank}").read_text().splitlines()
         return [(int(epoch), int(step)) for epoch, step in map(str.split, lines)]
 
+    def ledger(self) -> Report:
+        """What its newest checkpoint proves of the samples."""
+        return check(read([self.folder / "state"]))
+
     def begins(self, epoch: int) -> int:
         """With which step the ranks began when they were started anew."""
         (first,) = {min(s for e, s in self.steps(rank) if e == epoch) for rank in range(2)}
@@ -225,6 +231,7 @@ class Alone:
         stalled_after_s: float = NEVER_S,
         grace_s: float = 30.0,
         notice_file: Path | None = None,
+        batches: runtime.Batches | None = None,
     ) -> runtime.WholeJob:
         """`local`, `shared`: seconds between two saves. `disk`: of which node it is."""
         place = str(self.folder / disk)
@@ -236,7 +243,7 @@ class Alone:
         model, optimizer = self.trainee()
         saver = runtime.Checkpointer(job, every_s={"local": local, "shared": shared})
         return runtime.WholeJob(
-            job, model, optimizer, saver,
+            job, model, optimizer, saver, batches=batches,
             extra={"kept": self.kept}, stalled_after_s=stalled_after_s,
         )  # fmt: skip
 

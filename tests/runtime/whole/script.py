@@ -1,10 +1,10 @@
 """A job whose ranks divide one model, as `runtime.WholeJob` runs it: by tensor parallelism, or as
-the stages of a pipeline.
+the stages of a pipeline; or each step's samples.
 
-Its options: `folder` for what it says, `steps`, `pipeline`, `every_s` (of its Checkpointer; it
-saves at each edge without it), `dies` (its last rank kills itself in the middle of the step
-KILLED_IN, once), `evaluates` (of ranks the step in which each begins to evaluate, and never ends)
-and `as_replica` (it asks for a ReplicaGroup, which refuses it).
+Its options: `folder` for what it says, `steps`, `divided` (a name in MADE), `every_s` (of its
+Checkpointer; it saves at each edge without it), `dies` (its last rank kills itself in the middle of
+the step KILLED_IN, once), `evaluates` (of ranks the step in which each begins to evaluate, and
+never ends) and `as_replica` (it asks for a ReplicaGroup, which refuses it).
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ Backward = Callable[[torch.Tensor], float]
 #: Of this step, once there is a checkpoint.
 KILLED_IN = 20
 
+SAMPLES = 100
+
 #: For the room that the first edge has begun to make, seconds: a busy machine is long about it.
 PATIENCE_S = 120.0
 
@@ -48,16 +50,24 @@ def main() -> None:
     dist.init_process_group(
         "gloo", init_method=job.init_method, rank=job.rank, world_size=job.ranks
     )
-    model, backward = (pipeline if job.options.get("pipeline") else tensor_parallel)()
+    divided = job.options.get("divided", "weights")
+    model, backward = MADE[divided]()
+    data = torch.randn(SAMPLES, 16)
+    batches = runtime.Batches(samples=SAMPLES, shards=4, shard_size=2, seed=5)
+    part = (job.rank, job.ranks) if divided == "samples" else (0, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5)
     saver = runtime.Checkpointer(job, every_s=job.options.get("every_s", 0.0))
     if job.options.get("as_replica"):
-        runtime.ReplicaGroup(job, model, optimizer, runtime.Batches(samples=960), saver)
+        runtime.ReplicaGroup(job, model, optimizer, batches, saver)
     steps = (folder / f"steps.{job.rank}").open("a", buffering=1)
-    with runtime.WholeJob(job, model, optimizer, saver, extra={"schedule": schedule}) as whole:
+    with runtime.WholeJob(
+        job, model, optimizer, saver, batches=batches, data_part=part, extra={"schedule": schedule}
+    ) as whole:
         for step in whole.steps(job.options["steps"]):
-            rows = torch.randn(8, 16) * random.uniform(0.5, 1.5)  # noqa: S311
+            ids = [sample for shard in whole.shards() for sample in shard.ids]
+            noise = torch.randn(len(ids), 16) * random.uniform(0.5, 1.5)  # noqa: S311
+            rows = data[ids] + noise
             loss = backward(rows)
             if step == 1:
                 saver.rooms.await_free(PATIENCE_S)  # then this step's edge does save
@@ -66,7 +76,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-            whole.tell(loss, len(rows))
+            whole.tell(loss)
             steps.write(f"{whole.epoch} {step}\n")
             if step == job.options.get("evaluates", {}).get(str(job.rank)):
                 with whole.evaluating():
@@ -126,6 +136,25 @@ def pipeline() -> tuple[torch.nn.Module, Backward]:
         return sum(losses) / len(losses)
 
     return half, (first, last)[job.rank]
+
+
+def data_parallel() -> tuple[torch.nn.Module, Backward]:
+    """Each rank has the whole model, and a part of the samples."""
+    model = layers()
+
+    def backward(rows: torch.Tensor) -> float:
+        loss = loss_of(model(rows), rows)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for weight in model.parameters():
+            assert weight.grad is not None
+            dist.all_reduce(weight.grad)
+        return loss.item()
+
+    return model, backward
+
+
+#: By what the ranks divide among them.
+MADE = {"weights": tensor_parallel, "layers": pipeline, "samples": data_parallel}
 
 
 def await_all(sent: list[dist.Work | None]) -> None:

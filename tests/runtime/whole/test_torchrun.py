@@ -19,6 +19,9 @@ from runtime.checkpoint.manifest import digest_of_all
 from tests.runtime.test_client import Door
 from tests.runtime.whole.runs import STEPS, Whole, all_of, imported_into, local_saves
 
+#: See `samples_of`: 30 steps of 8 samples each, of 100.
+AS_PLANNED = [(100, 0, 0), (100, 0, 0), (40, 0, 60)]
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Whole:
@@ -53,20 +56,30 @@ def test_torchrun_starts_it_anew_and_it_ends_as_if_nothing_had_happened(
     assert (tmp_path / "died").exists()
     assert 0 < whole.begins(epoch=2) <= whole.steps(1)[-1][1]
     assert whole.digests() == undisturbed.digests()
+    assert samples_of(whole) == samples_of(undisturbed) == AS_PLANNED
 
 
-def test_so_does_a_pipeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("divided", "states"), [("layers", 2), ("samples", 1)])
+def test_so_does_one_that_divides_other_things(tmp_path: Path, divided: str, states: int) -> None:
     calm, whole = (Whole(tmp_path / name) for name in ("calm", "killed"))
     for one in (calm, whole):
         one.folder.mkdir()
-    ended, words = calm.run(pipeline=True)
-    status, said = whole.run(pipeline=True, dies=True, restarts=1)
+    ended, words = calm.run(divided=divided)
+    status, said = whole.run(divided=divided, dies=True, restarts=1)
 
     assert (ended, status) == (0, 0), words + said
     assert (whole.folder / "died").exists()
     assert whole.begins(epoch=2) > 0
     assert whole.digests() == calm.digests()
-    assert len({*calm.digests()}) == 2
+    assert len({*calm.digests()}) == states
+    assert samples_of(whole) == samples_of(calm) == AS_PLANNED
+
+
+def samples_of(whole: Whole) -> list[tuple[int, int, int]]:
+    """Of each pass over the data how many were trained once, more often, and not yet."""
+    report = whole.ledger()
+    assert report.whole, report.problems
+    return [(one.trained_once, one.duplicated, one.to_come) for one in report.epochs]
 
 
 def test_what_each_rank_keeps_for_itself_is_told_once_and_as_a_whole(tmp_path: Path) -> None:
@@ -107,7 +120,7 @@ def test_each_rank_tells_of_its_own_stores_that_are_late(tmp_path: Path) -> None
 
 
 def test_a_stage_of_a_pipeline_is_no_replica(tmp_path: Path) -> None:
-    status, said = Whole(tmp_path).run(pipeline=True, as_replica=True)
+    status, said = Whole(tmp_path).run(divided="layers", as_replica=True)
 
     assert status != 0
     assert "a stage of a pipeline is not the whole model: such a job is recovered by" in said
