@@ -46,6 +46,9 @@ DATABASES = {
         env_str("DATABASE_URL", "postgresql:///drydock"), env_str("DATABASE_PASSWORD")
     )
 }
+#: The database gives up whatever web asks of it after this many seconds; 0: never. Other processes
+#: share these settings and do not have this limit: `controlplane.wsgi` sets it.
+WEB_STATEMENT_TIMEOUT_S = env_float("WEB_STATEMENT_TIMEOUT_S", 15, least=0)
 REDIS_URL = env_str("REDIS_URL", "redis://127.0.0.1:6379/0")
 
 INSTALLED_APPS = [

@@ -124,6 +124,7 @@ class AuditEvent(models.Model):
             models.Index(fields=["cluster", "-id"], name="audit_by_cluster"),
             # The newest rows of a verb that is rare, without walking all others.
             models.Index(fields=["verb", "-id"], name="audit_by_verb"),
+            models.Index(fields=["at", "id"], name="audit_by_time"),
             models.Index(fields=["id"], condition=Q(position=None), name="audit_to_chain"),
         ]
 

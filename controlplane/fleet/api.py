@@ -18,6 +18,7 @@ from controlplane.fleet import actions, selectors
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Cluster, Gpu, MaintenanceWindow, Node, Rack, RepairRecord
 from controlplane.fleet.serializers import (
+    ClusterDetailSerializer,
     ClusterSerializer,
     GpuSerializer,
     MaintenanceSerializer,
@@ -39,6 +40,7 @@ class Clusters(Resource):
     noun, plural = "cluster", "clusters"
     queryset = Cluster.objects.none()
     serializer_class = ClusterSerializer
+    detail_serializer_class = ClusterDetailSerializer
     filters = (Exact("name"), Search(["name"]))
     sorts = {"name": "name", "id": "pk"}
     default_sort = "name"
@@ -80,7 +82,8 @@ class NodeList(Resource):
     )
     sorts = {"name": "name", "state_since": "state_since", "id": "pk"}
     default_sort = "name"
-    volatile = ("last_beat_at",)
+    #: An agent that starts reports anew; processes come and go, and the digest is of them too.
+    volatile = ("last_beat_at", "report.at", "report.digest", "report.processes")
 
     def rows(self) -> QuerySet[Node]:
         return selectors.nodes_for(self.request.user)
@@ -184,14 +187,20 @@ class MaintenanceWindows(Resource):
 
         Automation keeps its hands off the cluster, the rack or the node while it lasts.
         """
+        user = self.request.user
+        rack, node = order["rack"], order["node"]
+        if rack is not None:
+            rack = self.referred(selectors.racks_for(user).filter(cluster=cluster), rack, "rack").pk
+        if node is not None:
+            node = self.referred(selectors.nodes_for(user).filter(cluster=cluster), node, "node").pk
         return actions.open_maintenance(
             actor,
             cluster.pk,
             starts_at=order["starts_at"] or timezone.now(),
             ends_at=order["ends_at"],
             reason=order["reason"],
-            rack_id=order["rack"],
-            node_id=order["node"],
+            rack_id=rack,
+            node_id=node,
         )
 
     @verb()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from django.utils import timezone
 from rest_framework import serializers
 
 from controlplane.fleet.models import Cluster, Gpu, MaintenanceWindow, Node, Rack, RepairRecord
@@ -11,7 +14,18 @@ from controlplane.rest.serializers import Reasoned, RowSerializer
 class ClusterSerializer(RowSerializer):
     class Meta:
         model = Cluster
-        fields = ("id", "name", "gpu_hour_price", "currency", "change_seq")
+        fields: tuple[str, ...] = ("id", "name", "gpu_hour_price", "currency", "change_seq")
+
+
+class ClusterDetailSerializer(ClusterSerializer):
+    limits = serializers.SerializerMethodField()
+
+    class Meta(ClusterSerializer.Meta):
+        fields = (*ClusterSerializer.Meta.fields, "limits")
+
+    def get_limits(self, cluster: Cluster) -> dict[str, int]:
+        """The limits that were set here, in nodes by scope; for others the default holds."""
+        return dict(cluster.budget_limits.order_by("scope").values_list("scope", "nodes"))
 
 
 class RackSerializer(RowSerializer):
@@ -150,3 +164,16 @@ class NewWindow(Reasoned):
         default=None, allow_null=True, help_text="Now if left out."
     )
     ends_at = serializers.DateTimeField()
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        now = timezone.now()
+        errors = {}
+        if attrs["rack"] is not None and attrs["node"] is not None:
+            errors["node"] = "name a rack or a node, not both"
+        if attrs["ends_at"] <= (attrs["starts_at"] or now):
+            errors["ends_at"] = "must be after starts_at"
+        elif attrs["ends_at"] <= now:
+            errors["ends_at"] = "must not be over already"
+        if errors:
+            raise serializers.ValidationError(errors)
+        return attrs

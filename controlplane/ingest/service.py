@@ -128,7 +128,7 @@ class Service:
     async def _enroll(self, request: Request) -> Response:
         body = await request.body()
         message = decoding.decode_enroll(body)
-        node = await self._writer.submit(lambda: fleet.enroll(message), len(body))
+        node = await self._writer.submit(lambda: fleet.enroll(message), len(body), "enroll")
         self._directory.learn(node)
         return accepted(
             wire.EnrollAnswer(
@@ -145,7 +145,9 @@ class Service:
         job_id = decoding.decode_job_name(body)
         authentication.verify_job_token(job_id, token)
         batch, messages = decoding.decode_batch(body)
-        reply = await self._writer.submit(lambda: _record_batch(batch, messages), len(body))
+        reply = await self._writer.submit(
+            lambda: _record_batch(batch, messages), len(body), "runtime"
+        )
         return accepted(reply)
 
     def _signed(self, handler: NodeHandler) -> Handler:
@@ -172,19 +174,23 @@ class Service:
 
     async def _report(self, node: Identity, body: bytes, _: Request) -> Response:
         report = decoding.decode(body, wire.Report)
-        await self._writer.submit(lambda: fleet.record_report(node.node_id, report), len(body))
+        await self._writer.submit(
+            lambda: fleet.record_report(node.node_id, report), len(body), "report"
+        )
         self._directory.learn_report(node.node_id, report.digest)
         return accepted(wire.Accepted(ids=[report.digest]))
 
     async def _events(self, node: Identity, body: bytes, _: Request) -> Response:
         events = decoding.decode(body, wire.Events).events
-        ids = await self._writer.submit(lambda: record_events(node.node_id, events), len(body))
+        ids = await self._writer.submit(
+            lambda: record_events(node.node_id, events), len(body), "events"
+        )
         return accepted(wire.Accepted(ids=ids))
 
     async def _command_result(self, node: Identity, body: bytes, _: Request) -> Response:
         result = decoding.decode(body, wire.CommandResult)
         await self._writer.submit(
-            lambda: fleet.record_command_result(node.node_id, result), len(body)
+            lambda: fleet.record_command_result(node.node_id, result), len(body), "commands/result"
         )
         return accepted(wire.Accepted(ids=[result.id]))
 

@@ -10,7 +10,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -26,7 +26,8 @@ from django.db import (
     connection,
     transaction,
 )
-from psycopg.errors import CheckViolation, UniqueViolation
+from psycopg import Error
+from psycopg.errors import CheckViolation, NotNullViolation, UniqueViolation
 
 from controlplane.errors import Conflict, Refused
 from controlplane.fleet.changes import change
@@ -43,6 +44,9 @@ MAX_BATCH = 128
 #: Above either of these a new item is refused: the sender keeps it.
 MAX_WAITING = 4096
 MAX_WAITING_BYTES = 64 * 1024 * 1024
+#: Of these kinds no more than so many wait: who sends them is known only once they are written, and
+#: a flood of them must leave the queue to those who signed. One commit takes that many.
+MAX_WAITING_OF = {"enroll": MAX_BATCH}
 #: An item that is not committed within this many seconds is answered 503; it may be sent again.
 ANSWER_S = 10.0
 #: What is waiting at the end has this long to be committed, in seconds.
@@ -60,6 +64,7 @@ class _Item:
     write: Callable[[], Any]
     future: asyncio.Future[Any]
     size: int
+    kind: str
 
 
 class Writer:
@@ -68,10 +73,10 @@ class Writer:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._waiting = 0
+        self._waiting: Counter[str] = Counter()
         self._waiting_bytes = 0
         self._bells = _Bells()
-        metrics.WRITES_WAITING.set_function(lambda: self._waiting)
+        metrics.WRITES_WAITING.set_function(lambda: self._waiting.total())
         metrics.WRITES_WAITING_BYTES.set_function(lambda: self._waiting_bytes)
         self._thread = threading.Thread(target=self._run, name="ingest-writer", daemon=True)
         self._thread.start()
@@ -80,15 +85,20 @@ class Writer:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    async def submit(self, write: Callable[[], T], size: int = 0) -> T:
+    async def submit(self, write: Callable[[], T], size: int = 0, kind: str = "") -> T:
         """Run `write` on the writer's thread and return its value once it is committed.
 
-        Raises Refused: what `write` itself raised, or 503 if it is not known to be committed.
+        `kind` is that of the message, if it is one. Raises Refused: what `write` itself raised, or
+        503 if it is not known to be committed.
         """
-        if self._waiting >= MAX_WAITING or self._waiting_bytes + size > MAX_WAITING_BYTES:
+        if (
+            self._waiting.total() >= MAX_WAITING
+            or self._waiting[kind] >= MAX_WAITING_OF.get(kind, MAX_WAITING)
+            or self._waiting_bytes + size > MAX_WAITING_BYTES
+        ):
             raise unavailable("too much is waiting to be written; keep this and send it again")
-        item = _Item(write, self._loop.create_future(), size)
-        self._waiting += 1
+        item = _Item(write, self._loop.create_future(), size, kind)
+        self._waiting[kind] += 1
         self._waiting_bytes += size
         self._queue.put(item)
         try:
@@ -131,7 +141,7 @@ class Writer:
 
     def _settle(self, batch: list[_Item], outcomes: list[Any]) -> None:
         for item, outcome in zip(batch, outcomes, strict=True):
-            self._waiting -= 1
+            self._waiting[item.kind] -= 1
             self._waiting_bytes -= item.size
             if item.future.done():
                 continue  # its sender was told 503 or has gone
@@ -180,27 +190,29 @@ def _apply(item: _Item) -> Any:
     """One item in its own savepoint: its value, or the exception to answer it with."""
     if item.future.cancelled():
         return None
-    outcome = _attempt(item.write)
+    outcome = _attempt(item)
     if isinstance(outcome, IntegrityError) and isinstance(outcome.__cause__, UniqueViolation):
         # Somebody else wrote the same row a moment ago; now it can be seen.
-        outcome = _attempt(item.write)
-    if isinstance(outcome, IntegrityError) and isinstance(outcome.__cause__, CheckViolation):
-        return Refused(422, "invalid_field", "", f"cannot be stored: {outcome}")
+        outcome = _attempt(item)
     if isinstance(outcome, IntegrityError):
         return Refused(409, "conflict", "", f"contradicts what is stored: {outcome}")
     return outcome
 
 
-def _attempt(write: Callable[[], Any]) -> Any:
+def _attempt(item: _Item) -> Any:
     try:
         with transaction.atomic():
-            return write()
-    except (Refused, IntegrityError) as error:
+            return item.write()
+    except Refused as error:
+        return error
+    except IntegrityError as error:
+        if isinstance(error.__cause__, CheckViolation | NotNullViolation):
+            return _not_stored(item, error)
         return error
     except Conflict as error:
         return Refused(409, "conflict", "", error.detail)
     except (DataError, UnicodeEncodeError, RecursionError) as error:
-        return Refused(422, "invalid_field", "", f"cannot be stored: {error}")
+        return _not_stored(item, error)
     except (OperationalError, InterfaceError) as error:
         if (
             connection.needs_rollback
@@ -214,6 +226,13 @@ def _attempt(write: Callable[[], Any]) -> Any:
     except Exception as error:
         log.exception("ingest.item_failed")
         return error
+
+
+def _not_stored(item: _Item, error: Exception) -> Refused:
+    """The refusal of a value: it names the column if Postgres does, else the message's kind."""
+    cause = error.__cause__
+    column = cause.diag.column_name if isinstance(cause, Error) else None
+    return Refused(422, "invalid_field", column or item.kind, f"cannot be stored: {error}")
 
 
 class _Bells:

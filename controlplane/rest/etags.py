@@ -21,9 +21,11 @@ _TAG = re.compile(r'(?:W/)?"([^"]*)"')
 
 
 def tag_of(body: Mapping[str, Any], volatile: Collection[str] = ()) -> str:
-    """The tag of an object; the fields in `volatile` do not count for writers."""
-    steady = {name: value for name, value in body.items() if name not in volatile}
-    return f'W/"{_digest(steady)}.{_digest(body)}"'
+    """The tag of an object; the fields in `volatile` do not count for writers.
+
+    One that is named as "report.at" is `at` in the object `report`.
+    """
+    return f'W/"{_digest(_without(body, volatile))}.{_digest(body)}"'
 
 
 def is_unchanged(request: HttpRequest, tag: str) -> bool:
@@ -42,6 +44,14 @@ def demand_match(request: HttpRequest, tag: str) -> None:
         raise Problem(
             "changed", "the object is not what If-Match names any more", headers={"ETag": tag}
         )
+
+
+def _without(body: Mapping[str, Any], volatile: Collection[str], within: str = "") -> Any:
+    return {
+        name: _without(value, volatile, f"{within}{name}.") if isinstance(value, dict) else value
+        for name, value in body.items()
+        if f"{within}{name}" not in volatile
+    }
 
 
 def _opaque(tag: str) -> str:

@@ -17,7 +17,7 @@ from django.http import HttpRequest
 from django.utils import timezone
 
 from controlplane.accounts.models import IdempotentRequest, User
-from controlplane.rest.problems import Problem, invalid
+from controlplane.rest.problems import invalid
 
 HEADER = "Idempotency-Key"
 KEPT = timedelta(hours=24)
@@ -46,7 +46,8 @@ def claim(user: User, key: str, request: HttpRequest, body: Any) -> IdempotentRe
         user=user, key=key, defaults={"request_hash": digest}
     )
     if row.request_hash != digest:
-        raise Problem("idempotency_key_reused", f"the key {key!r} was used for another request")
+        detail = f"the key {key!r} was used for another request"
+        raise invalid(HEADER, detail, "idempotency_key_reused")
     return row
 
 

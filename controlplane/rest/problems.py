@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+import structlog
 from django.core.exceptions import PermissionDenied
-from django.db import DatabaseError, IntegrityError, OperationalError
+from django.db import IntegrityError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, HttpResponse
+from django.template.loader import render_to_string
 from django.urls import reverse
 from django.views import defaults
 from django.views.decorators.csrf import csrf_exempt
@@ -24,6 +27,7 @@ from controlplane.accounts.authentication import CsrfFailed
 from controlplane.errors import Conflict
 
 MEDIA_TYPE = "application/problem+json"
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,17 @@ KINDS: dict[str, Kind] = {
         "Another write holds what this one needs",
         "Nothing was changed. Try again after `Retry-After` seconds.",
     ),
+    "too_slow": Kind(
+        _H.SERVICE_UNAVAILABLE,
+        "The database was not done with this in time",
+        "Nothing was changed. Narrow the filter: the same again takes as long.",
+    ),
+    "unavailable": Kind(
+        _H.SERVICE_UNAVAILABLE,
+        "The database does not answer",
+        "Try again after `Retry-After` seconds. A write may have been done nevertheless: send it "
+        "again under its `Idempotency-Key`, or look first.",
+    ),
 }
 
 
@@ -184,9 +199,10 @@ def not_found(request: HttpRequest, **_path: str) -> HttpResponse:
 
 def server_error(request: HttpRequest) -> HttpResponse:
     """Django's handler500: problem details under the API, the page elsewhere."""
-    if not request.path.startswith("/api/"):
-        return defaults.server_error(request)
-    return answer(request, Problem("internal_error", "an error that nobody foresaw"))
+    problem = _problem_of_database(sys.exception())
+    if request.path.startswith("/api/"):
+        return answer(request, problem or Problem("internal_error", "an error that nobody foresaw"))
+    return defaults.server_error(request) if problem is None else _page(problem)
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
@@ -226,14 +242,52 @@ def _problem_of(error: Exception) -> Problem | None:
         return Problem("conflict", error.detail)
     if isinstance(error, exceptions.ValidationError):
         return Problem("invalid_body", "some fields cannot be accepted", [*_flat(error.detail, "")])
-    if isinstance(error, OperationalError | IntegrityError) and _is_contention(error):
-        return Problem("busy", "another write was in the way", headers={"Retry-After": "1"})
     for kind, code in _CODES:
         if isinstance(error, kind):
             header = getattr(error, "auth_header", None)
             headers = {"WWW-Authenticate": header} if header else {}
             return Problem(code, str(error) or KINDS[code].title, headers=headers)
-    return None
+    return _problem_of_database(error)
+
+
+#: A lock that was not got in time, a deadlock, a row that another wrote first. All leave nothing
+#: behind: the caller may ask again, and then hears what there is.
+_CONTENTION = ("55P03", "40P01", "23505")
+_CANCELED = "57014"
+#: The connection is lost or refused: the driver alone noticed (no state), or the server says that
+#: it has no room for one more, ends, or is still starting.
+_AWAY = ("08", "53", "57P")
+
+
+def _problem_of_database(error: BaseException | None) -> Problem | None:
+    """What the database could not do at this moment; None for any other error."""
+    if not isinstance(error, OperationalError | InterfaceError | IntegrityError):
+        return None
+    state = getattr(error.__cause__, "sqlstate", None) or ""
+    if state in _CONTENTION:
+        return Problem("busy", "another write was in the way", headers={"Retry-After": "1"})
+    if state == _CANCELED:
+        return Problem("too_slow", "the database was not done in time; narrow the filter")
+    if isinstance(error, IntegrityError) or (state and not state.startswith(_AWAY)):
+        return None
+    log.warning("http.postgres_unavailable", error=str(error))
+    return Problem("unavailable", "the database does not answer", headers={"Retry-After": "5"})
+
+
+#: What a page says of these, where the API has codes and headers.
+_ON_PAGES = {
+    "busy": "Nothing was changed. Try again in a moment.",
+    "too_slow": "Nothing was changed. Narrow the filter if there is one, then try again.",
+    "unavailable": "Try again in a moment. If you sent a form, look first whether it was done.",
+}
+
+
+def _page(problem: Problem) -> HttpResponse:
+    """A problem of the database as people read it; made without asking the database anything."""
+    kind = KINDS[problem.code]
+    told = {"title": kind.title, "status": kind.status.value, "remedy": _ON_PAGES[problem.code]}
+    page = render_to_string("503.html", told)
+    return HttpResponse(page, status=kind.status, headers=dict(problem.headers))
 
 
 def _flat(detail: Any, path: str) -> Iterator[dict[str, str]]:
@@ -246,11 +300,3 @@ def _flat(detail: Any, path: str) -> Iterator[dict[str, str]]:
             yield from _flat(inner, f"{path}.{number}" if isinstance(inner, dict) else path)
     else:
         yield {"field": path, "code": getattr(detail, "code", "invalid"), "detail": str(detail)}
-
-
-def _is_contention(error: DatabaseError) -> bool:
-    """A lock that was not got in time, a deadlock, or a row that another wrote first.
-
-    All leave nothing behind: the caller may ask again, and then hears what there is.
-    """
-    return getattr(error.__cause__, "sqlstate", "") in ("55P03", "40P01", "23505")

@@ -50,7 +50,7 @@ class Resource(GenericViewSet):
     default_sort: ClassVar[str] = "-id"
     #: Where the object's cluster stands; "" for objects that belong to none.
     cluster_path: ClassVar[str] = "cluster_id"
-    #: Fields that move by themselves: they do not count for If-Match.
+    #: Fields that move by themselves, also as "report.at": they do not count for If-Match.
     volatile: ClassVar[Collection[str]] = ()
     #: Who may do what, by action: see `rest.permissions`.
     access: ClassVar[Mapping[str, Access]] = {}

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import secrets
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import pytest
 from django.conf import settings
@@ -14,10 +18,11 @@ from django.test import Client
 from prometheus_client.parser import text_string_to_metric_families
 
 from controlplane.accounts.models import User
-from tests.controlplane.ingest.door import wait_until
+from tests.controlplane.ingest.door import database_url, wait_until
+from tests.controlplane.ingest.relay import Relay, postgres_relay
 from tests.controlplane.rest.world import token_of
 from tests.factories import IncidentFactory, UserFactory
-from tests.running import answers, get, web
+from tests.running import answers, get, running, web
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -96,6 +101,71 @@ def test_an_order_in_chunks_is_refused_and_not_done(log: Path) -> None:
 
     incident.refresh_from_db()
     assert (answer.status, code, incident.owner) == (411, "length_required", None)
+
+
+def test_what_takes_the_database_too_long_is_given_up(log: Path) -> None:
+    user = UserFactory(is_superuser=True)
+    token, cookie = token_of(user), session_of(user)
+    with (
+        web(log, WEB_STATEMENT_TIMEOUT_S="1") as (_process, port),
+        transaction.atomic(),
+        connection.cursor() as cursor,
+    ):
+        cursor.execute("LOCK TABLE accounts_auditevent IN ACCESS EXCLUSIVE MODE")
+        told = get(port, "/api/v1/audit", Authorization=f"Bearer {token}")
+        page = get(port, "/audit", Cookie=cookie)
+        file = get(port, "/audit?export=csv", Cookie=cookie)
+
+    assert (told[0], json.loads(told[1])["code"]) == (503, "too_slow")
+    assert [status for status, _ in (page, file)] == [503, 503]
+    assert "Narrow the filter" in page[1]
+
+
+def test_no_process_but_web_gives_up_so_soon(tmp_path: Path) -> None:
+    code = (
+        "import controlplane.ingest.app, workers.celery, workers.keeper\n"
+        "from django.db import connection\n"
+        "with connection.cursor() as cursor:\n"
+        "    cursor.execute('SHOW statement_timeout')\n"
+        "    print(*cursor.fetchone())"
+    )
+    with running(tmp_path / "other.log", "-c", code) as process:
+        assert process.wait() == 0, process.log.read_text()
+
+    assert process.output.split() == ["0"]
+
+
+@pytest.fixture
+def postgres() -> Iterator[tuple[Relay, str]]:
+    """A relay to Postgres, and the URL of the database behind it."""
+    with tempfile.TemporaryDirectory() as folder:
+        relay = postgres_relay(Path(folder), str(connection.settings_dict["HOST"])).restore()
+        url = urlsplit(database_url())._replace(query=urlencode({"host": folder}))
+        yield relay, urlunsplit(url)
+        relay.cut()
+
+
+@pytest.mark.skipif(
+    "host=" not in os.environ["DATABASE_URL"], reason="needs Postgres on a local socket"
+)
+def test_while_the_database_is_away_web_says_so(log: Path, postgres: tuple[Relay, str]) -> None:
+    relay, url = postgres
+    user = UserFactory(is_superuser=True)
+    token, cookie = f"Bearer {token_of(user)}", session_of(user)
+    with web(log, DATABASE_URL=url) as (process, port):
+        before = get(port, "/api/v1/nodes", Authorization=token)
+        relay.cut()
+        told = get(port, "/api/v1/nodes", Authorization=token)
+        page = get(port, "/incidents/", Cookie=cookie)
+        relay.restore()
+        wait_until(lambda: get(port, "/api/v1/nodes", Authorization=token)[0] == 200)
+        said = process.said("http.postgres_unavailable")
+
+    assert before[0] == 200
+    assert (told[0], json.loads(told[1])["code"]) == (503, "unavailable")
+    assert page[0] == 503
+    assert "The database does not answer" in page[1]
+    assert said
 
 
 def waits_for_a_lock() -> bool:

@@ -6,14 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from typing import Any
 
+import msgspec
 import pytest
 import redis.asyncio
 from django.conf import settings
 
 from controlplane.errors import Conflict, Refused
 from controlplane.fleet.models import Cluster
-from controlplane.ingest import app, authentication, beats, http, polls, writer
+from controlplane.ingest import app, authentication, beats, http, polls, service, writer
 from node_agent import wire
+
+from .door import Door, enrolment
 
 Message = MutableMapping[str, Any]
 
@@ -29,10 +32,10 @@ def code_of(work: Callable[[], Awaitable[object]]) -> tuple[int, str]:
     return caught.value.status, caught.value.code
 
 
-async def written(*writes: Callable[[], object], size: int = 0) -> list[Any]:
+async def written(*writes: Callable[[], object], size: int = 0, kind: str = "") -> list[Any]:
     """What becomes of these writes when they share a commit."""
     running = writer.Writer()
-    submitted = [running.submit(write, size) for write in writes]
+    submitted = [running.submit(write, size, kind) for write in writes]
     outcomes = await asyncio.gather(*submitted, return_exceptions=True)
     await running.close()
     return outcomes
@@ -74,6 +77,56 @@ def test_writer_by_size(monkeypatch: pytest.MonkeyPatch, transactional_db: None)
     monkeypatch.setattr(writer, "MAX_WAITING_BYTES", 10)
 
     assert [o.status for o in asyncio.run(written(lambda: 1, size=11))] == [503]
+
+
+def test_the_writer_keeps_places_for_those_who_signed(
+    monkeypatch: pytest.MonkeyPatch, transactional_db: None
+) -> None:
+    monkeypatch.setitem(writer.MAX_WAITING_OF, "enroll", 1)
+
+    async def submitted() -> list[Any]:
+        running = writer.Writer()
+        kinds = ["enroll", "enroll", "events", "events"]
+        waiting = [running.submit(lambda: 1, kind=kind) for kind in kinds]
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+        outcomes.append(await running.submit(lambda: 2, kind="enroll"))
+        await running.close()
+        return outcomes
+
+    assert [getattr(o, "status", o) for o in asyncio.run(submitted())] == [1, 503, 1, 1, 2]
+
+
+def test_an_enrolment_is_counted_as_one(
+    monkeypatch: pytest.MonkeyPatch, transactional_db: None
+) -> None:
+    monkeypatch.setitem(writer.MAX_WAITING_OF, "enroll", 0)
+    node = enrolment(Door(0), "ddk_no", "n1")
+    body = msgspec.json.encode(node.enroll_message())
+    message = {"type": "http.request", "body": body, "more_body": False}
+
+    async def enroll() -> object:
+        running = service.Service()
+        _, handler = running.routes["/v1/enroll"]
+        try:
+            return await handler(request_of(receiving(message), budget=len(body)))
+        finally:
+            await running.close()
+
+    assert code_of(enroll) == (503, "unavailable")
+
+
+def test_a_value_that_is_refused_is_named_by_its_column(transactional_db: None) -> None:
+    nameless: Any = {"name": None}
+
+    (refused,) = asyncio.run(written(lambda: Cluster.objects.create(**nameless), kind="report"))
+
+    assert (refused.status, refused.code, refused.field) == (422, "invalid_field", "name")
+
+
+def test_a_value_whose_column_nobody_tells_is_named_by_its_message(transactional_db: None) -> None:
+    (refused,) = asyncio.run(written(lambda: Cluster.objects.create(name="x" * 999), kind="report"))
+
+    assert (refused.status, refused.code, refused.field) == (422, "invalid_field", "report")
 
 
 def test_a_write_that_takes_too_long_is_put_back(

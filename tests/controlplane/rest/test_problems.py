@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
+from django.db import InterfaceError, OperationalError
 from django.test import Client
+from psycopg import errors
 
 from controlplane.accounts.models import AuditEvent
 from controlplane.rest import problems
@@ -108,6 +112,66 @@ def test_what_nobody_foresaw_is_a_problem_too(
     viewer.raise_request_exception = False
 
     assert told(viewer.get("/api/v1/racks")) == (500, "internal_error")
+
+
+@pytest.mark.parametrize(
+    ("driver_says", "code", "again_in_s"),
+    [
+        (errors.LockNotAvailable(), "busy", "1"),
+        (errors.DeadlockDetected(), "busy", "1"),
+        (errors.QueryCanceled(), "too_slow", None),
+        (psycopg.OperationalError("connection refused"), "unavailable", "5"),
+        (errors.AdminShutdown(), "unavailable", "5"),
+        (errors.CannotConnectNow(), "unavailable", "5"),
+        (errors.TooManyConnections(), "unavailable", "5"),
+        (errors.ConnectionFailure(), "unavailable", "5"),
+    ],
+    ids=lambda told: type(told).__name__ if isinstance(told, Exception) else str(told),
+)
+def test_what_the_database_cannot_do_now_is_not_called_broken(
+    driver_says: Exception,
+    code: str,
+    again_in_s: str | None,
+    world: World,
+    viewer: Caller,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "controlplane.fleet.selectors.racks_for", raising(OperationalError, driver_says)
+    )
+
+    answer = viewer.get("/api/v1/racks")
+
+    assert told(answer) == (503, code)
+    assert answer.headers.get("Retry-After") == again_in_s
+
+
+def test_a_connection_that_is_closed_already_is_one_that_is_lost(
+    world: World, viewer: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = psycopg.InterfaceError("the connection is closed")
+    monkeypatch.setattr("controlplane.fleet.selectors.racks_for", raising(InterfaceError, closed))
+
+    assert told(viewer.get("/api/v1/racks")) == (503, "unavailable")
+
+
+def test_a_question_that_the_database_cannot_take_is_our_mistake(
+    world: World, viewer: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_complex = raising(OperationalError, errors.StatementTooComplex())
+    monkeypatch.setattr("controlplane.fleet.selectors.racks_for", too_complex)
+    viewer.raise_request_exception = False
+
+    assert told(viewer.get("/api/v1/racks")) == (500, "internal_error")
+
+
+def raising(error: type[Exception], driver_says: Exception) -> Callable[[object], None]:
+    """A selector that fails as Django tells what the driver said."""
+
+    def select(_user: object) -> None:
+        raise error(str(driver_says)) from driver_says
+
+    return select
 
 
 def test_the_guide_lists_every_code() -> None:

@@ -11,7 +11,9 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from controlplane.accounts.models import AuditEvent, IdempotentRequest
+from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
+from node_agent import wire
 from tests import factories as make
 from tests.controlplane.rest.orders import ORDERS, Order, verbs
 from tests.controlplane.rest.world import Caller, World
@@ -230,6 +232,7 @@ def test_a_key_belongs_to_one_request(world: World, operator: Caller) -> None:
     answer = operator.order(path, {"reason": "another"}, idempotency_key="k")
 
     assert (answer.status_code, answer.json()["code"]) == (422, "idempotency_key_reused")
+    assert [error["field"] for error in answer.json()["errors"]] == ["Idempotency-Key"]
 
 
 def test_a_refused_order_may_be_sent_again_under_its_key(world: World, operator: Caller) -> None:
@@ -259,3 +262,86 @@ def test_a_heartbeat_does_not_void_an_order(world: World, operator: Caller) -> N
 
     assert answer.status_code == 200
     assert operator.get(world.path("nodes"))["ETag"] != tag
+
+
+def report(**changes: Any) -> wire.Report:
+    inventory = wire.Inventory(
+        gpus=[], cpus=8, memory_bytes=2**36, kernel="6.1", driver_version="550"
+    )
+    told = {"boot_id": "b", "at": 1.0, "digest": "d1", "agent_version": "1"}
+    return wire.Report(**{**told, "inventory": inventory, **changes})
+
+
+def test_an_agent_that_starts_anew_does_not_void_an_order(world: World, operator: Caller) -> None:
+    fleet.record_report(world.objects["nodes"].pk, report())
+    tag = operator.get(world.path("nodes"))["ETag"]
+    rank = wire.ProcessInfo(kind="rank", job="job_1", placement="plc_1", pid=7, started_at=2.0)
+    anew = report(at=2.0, digest="d2", processes=[rank])
+    fleet.record_report(world.objects["nodes"].pk, anew)
+
+    answer = operator.order(f"{world.path('nodes')}/hold", {"reason": "x"}, if_match=tag)
+
+    assert answer.status_code == 200
+    assert operator.get(world.path("nodes"))["ETag"] != tag
+
+
+def test_a_node_that_is_fitted_otherwise_voids_an_order(world: World, operator: Caller) -> None:
+    fleet.record_report(world.objects["nodes"].pk, report())
+    tag = operator.get(world.path("nodes"))["ETag"]
+    fleet.record_report(world.objects["nodes"].pk, report(field_diagnostic=True))
+
+    answer = operator.order(f"{world.path('nodes')}/hold", {"reason": "x"}, if_match=tag)
+
+    assert (answer.status_code, answer.json()["code"]) == (412, "changed")
+
+
+def test_of_two_limits_for_the_same_state_the_second_is_refused(
+    world: World, admin: Caller
+) -> None:
+    path = world.path("clusters")
+    tag = admin.get(path)["ETag"]
+    limit = {"scope": "rack", "reason": "why"}
+
+    answers = [
+        admin.order(f"{path}/limits", limit | {"nodes": nodes}, if_match=tag) for nodes in (1, 3)
+    ]
+
+    assert [answer.status_code for answer in answers] == [200, 412]
+    assert admin.get(path).json()["limits"] == {"rack": 1}
+
+
+@pytest.mark.parametrize(
+    ("told", "status", "field"),
+    [
+        ({"rack": "rck_none"}, 404, "rack"),
+        ({"node": "nod_none"}, 404, "node"),
+        ({"rack": "rck_none", "node": "nod_none"}, 400, "node"),
+        ({"ends_at": "2001-01-01T00:00:00Z"}, 400, "ends_at"),
+        ({"starts_at": "2000-01-01T00:00:00Z", "ends_at": "2001-01-01T00:00:00Z"}, 400, "ends_at"),
+        ({"starts_at": "2101-01-01T00:00:00Z", "ends_at": "2100-01-01T00:00:00Z"}, 400, "ends_at"),
+    ],
+)
+def test_a_window_without_sense_is_refused_by_the_field(
+    told: dict[str, str], status: int, field: str, world: World, operator: Caller
+) -> None:
+    order = ORDERS["maintenance/create"](world)
+
+    answer = operator.order(order.path, order.body | told)
+
+    assert answer.status_code == status
+    assert [error["field"] for error in answer.json()["errors"]] == [field]
+
+
+@pytest.mark.parametrize(
+    ("name", "make_one"), [("rack", make.RackFactory), ("node", make.NodeFactory)]
+)
+def test_a_window_is_of_a_rack_or_node_of_its_cluster(
+    name: str, make_one: Any, world: World, operator: Caller
+) -> None:
+    other = make.GrantFactory(user=operator.user, role="operator", cluster=make.ClusterFactory())
+    order = ORDERS["maintenance/create"](world)
+
+    answer = operator.order(order.path, order.body | {name: make_one(cluster=other.cluster).pk})
+
+    assert answer.status_code == 404
+    assert [error["field"] for error in answer.json()["errors"]] == [name]
