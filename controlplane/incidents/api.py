@@ -60,6 +60,7 @@ from controlplane.incidents.serializers import (
     NewMode,
     NewMove,
     NewNote,
+    NewPostmortem,
     PlaybookDetailSerializer,
     PlaybookSerializer,
     RmaCaseDetailSerializer,
@@ -377,6 +378,14 @@ class Incidents(Resource):
     def note(self, actor: Actor, incident: Incident, order: dict[str, Any]) -> None:
         """Add a note to an incident's timeline"""
         actions.add_note(actor, incident.pk, order["text"])
+
+    @verb(takes=NewPostmortem)
+    def postmortem(self, actor: Actor, incident: Incident, order: dict[str, Any]) -> None:
+        """Save an incident's post-mortem
+
+        `edited` names the text that you have read; if it is another by now, a conflict.
+        """
+        actions.save_postmortem(actor, incident.pk, order["text"], edited=order["edited"])
 
     @verb()
     def resolve(self, actor: Actor, incident: Incident, order: dict[str, Any]) -> None:

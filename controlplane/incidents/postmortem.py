@@ -57,10 +57,14 @@ def _impact(incident: Incident) -> str:
 
 
 def _timeline(incident: Incident) -> str:
-    return "\n".join(
-        f"- `{entry.at:%H:%M:%S}.{entry.at.microsecond // 1000:03d}` {entry.text}"
-        for entry in incident.timeline.all()
-    )
+    """A line for each entry, with the date where it is another than that of the line before."""
+    lines, date = [], None
+    for entry in incident.timeline.all():
+        day = "" if entry.at.date() == date else f"{entry.at:%Y-%m-%d} "
+        date = entry.at.date()
+        moment = f"{day}{entry.at:%H:%M:%S}.{entry.at.microsecond // 1000:03d}"
+        lines.append(f"- `{moment}` {entry.text}")
+    return "\n".join(lines)
 
 
 def _runs(incident: Incident) -> str:

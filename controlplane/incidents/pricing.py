@@ -5,7 +5,7 @@ The parts of one incident do not overlap, so they add up to its loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -18,7 +18,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Cluster, Gpu
 from controlplane.incidents.models import Incident
 from controlplane.jobs import accounting
-from controlplane.jobs.models import Job, Placement
+from controlplane.jobs.accounting import Absence
 
 REPLICA_AWAY = "the lost replica's GPUs until it trained again"
 STOOD_STILL = "the survivors' GPUs while they stood still"
@@ -45,7 +45,8 @@ def parts(incident: Incident, until: datetime) -> list[dict[str, Any]]:
     node is missing from the fleet, not from the job, and is counted as such until it returned.
     """
     found = []
-    if incident.job is not None and (absences := _absences(incident, incident.job, until)):
+    absences = _absences(incident, until)
+    if incident.job is not None and absences:
         loss = accounting.loss_of(incident.job, absences)
         found += [
             {"part": REPLICA_AWAY, "gpu_seconds": loss.away},
@@ -55,7 +56,7 @@ def parts(incident: Incident, until: datetime) -> list[dict[str, Any]]:
     out = 0.0
     for node_id in nodes:
         cards = Gpu.objects.filter(node=node_id).count()
-        out += _node_out_s(incident, str(node_id), until) * cards
+        out += _node_out_s(incident, str(node_id), absences, until) * cards
     if out > 0:
         found.append({"part": NODE_OUT, "gpu_seconds": round(out, 1)})
     return found
@@ -69,21 +70,15 @@ def replicas_of(incident: Incident) -> list[int]:
     return sorted({int(index) for index in runs.values_list("context__replica", flat=True)})
 
 
-def _absences(
-    incident: Incident, job: Job, until: datetime
-) -> dict[int, tuple[datetime, datetime]]:
-    """From when until when each of its replicas was away."""
-    found = {}
-    for index in replicas_of(incident):
-        lost_at = accounting.lost_at(job, index, incident.occurred_at)
-        back_at = incident.restored_at or until
-        if incident.replica is None:
-            joined = Placement.objects.filter(
-                replica__job=job, replica__index=index, joined_at__gt=lost_at
-            ).order_by("joined_at")
-            back_at = joined.values_list("joined_at", flat=True).first() or until
-        found[index] = (lost_at, max(lost_at, back_at))
-    return found
+def _absences(incident: Incident, until: datetime) -> list[Absence]:
+    """When its replicas were away."""
+    if incident.job is None:
+        return []
+    return [
+        absence
+        for index in replicas_of(incident)
+        for absence in accounting.absences_of(incident.job, index, incident.occurred_at, until)
+    ]
 
 
 def money(cluster: Cluster, gpu_seconds: float) -> float:
@@ -119,8 +114,10 @@ def impact_by_code(clusters: Iterable[Cluster], since: datetime) -> list[CodeImp
     return sorted(impacts, key=lambda impact: -impact.money)
 
 
-def _node_out_s(incident: Incident, node_id: str, until: datetime) -> float:
-    """Seconds for which a node of the incident was out, beyond the absence of its replica."""
+def _node_out_s(
+    incident: Incident, node_id: str, absences: Sequence[Absence], until: datetime
+) -> float:
+    """Seconds for which a node of the incident was out, beyond the absence of what it had held."""
     changes = AuditEvent.objects.filter(
         object_type="node",
         object_id=node_id,
@@ -137,5 +134,6 @@ def _node_out_s(incident: Incident, node_id: str, until: datetime) -> float:
             break
     if out_at is None:
         return 0.0
-    begin = max(out_at, incident.restored_at) if incident.restored_at else out_at
-    return max((back_at or until) - begin, timedelta(0)).total_seconds()
+    end = back_at or until
+    missed = [one.back_at for one in absences if node_id in one.nodes and one.left_at < end]
+    return max(end - max([out_at, *missed]), timedelta(0)).total_seconds()

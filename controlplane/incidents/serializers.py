@@ -62,7 +62,14 @@ class IncidentDetailSerializer(IncidentSerializer):
     runs = serializers.SerializerMethodField()
 
     class Meta(IncidentSerializer.Meta):
-        fields = (*IncidentSerializer.Meta.fields, "impact", "postmortem", "failures", "runs")
+        fields = (
+            *IncidentSerializer.Meta.fields,
+            "impact",
+            "postmortem",
+            "postmortem_digest",
+            "failures",
+            "runs",
+        )
 
     def get_failures(self, incident: Incident) -> list[str]:
         """The ids of what broke."""
@@ -340,6 +347,14 @@ class MaybeReasoned(Body):
 
 class NewNote(Body):
     text = serializers.CharField(max_length=10_000)
+
+
+class NewPostmortem(Body):
+    text = serializers.CharField(max_length=100_000, allow_blank=True, trim_whitespace=False)
+    edited = serializers.CharField(
+        max_length=64,
+        help_text="The `postmortem_digest` of the text that you have read: that text is replaced.",
+    )
 
 
 class Signature(Reasoned):

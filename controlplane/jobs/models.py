@@ -179,7 +179,7 @@ class Placement(models.Model):
 
 
 class ProgressSample(models.Model):
-    """Committed steps as one rank reported them, about one row a second."""
+    """Committed steps as one rank reported them, about one row a second; old ones are thinned."""
 
     job = models.ForeignKey(Job, on_delete=models.CASCADE, related_name="progress")
     step = models.BigIntegerField()
@@ -192,12 +192,17 @@ class ProgressSample(models.Model):
     max_gap_s = models.FloatField()
     samples = models.PositiveIntegerField()
     replicas = models.JSONField(default=list)
+    #: It stands for all that was told of its epoch in its minute: `step` and `at` are the last.
+    thinned = models.BooleanField(default=False)
 
     class Meta:
         constraints = [
             models.UniqueConstraint(fields=["job", "step"], name="progress_once_per_step")
         ]
-        indexes = [models.Index(fields=["job", "at"], name="progress_by_time")]
+        indexes = [
+            models.Index(fields=["job", "at"], name="progress_by_time"),
+            models.Index(fields=["at"], condition=Q(thinned=False), name="progress_to_thin"),
+        ]
 
 
 class LedgerRange(models.Model):

@@ -37,6 +37,7 @@ UNAUDITED = {
     "health.record_baselines": "the most that a card was seen to do: a reading, never a decision",
     "health.record_samples": "readings for charts, one a minute and node",
     "health.forget_samples": "readings of more than a week ago",
+    "jobs.thin_progress": "what a job told of its progress days ago: one sample for each minute",
     # The incident's own record, which names who and when; what is decided is audited beside it.
     "incidents.tell": "a line of the timeline: appended once, never changed",
     "incidents.set_mitigated": "a moment that was measured, told in the timeline",

@@ -145,12 +145,19 @@ def _shared(node: Node, failure: Failure, subject: str, where: str, there: Q) ->
     if len(nodes) < MANY or len(nodes) < settings.SILENCE_SHARE * total:
         return None
     title = f"{failure.code} on {len(nodes)} of {total} nodes of {where}"
+    others = Incident.objects.filter(
+        subject__in=[f"node/{one}" for one in nodes],
+        code=failure.code,
+        state__in=INCIDENT_UNRESOLVED,
+    )
+    # It began with the first of them, not with the one that made them many.
+    seen = [failure.observed_at, *others.values_list("occurred_at", flat=True)]
     shared = open_or_merge(
         f"{subject}/{failure.code}"[:100],
         cluster_id=node.cluster_id,
         title=title[:200],
         severity=Severity.CRITICAL,
-        occurred_at=failure.observed_at,
+        occurred_at=min(seen),
     )
     Incident.objects.filter(pk=shared.pk).update(
         title=title[:200],
@@ -159,11 +166,6 @@ def _shared(node: Node, failure: Failure, subject: str, where: str, there: Q) ->
         "power, cooling, a switch.",
     )
     shared.failures.add(failure)
-    others = Incident.objects.filter(
-        subject__in=[f"node/{one}" for one in nodes],
-        code=failure.code,
-        state__in=INCIDENT_UNRESOLVED,
-    )
     merge_into(shared, others)
     return shared
 

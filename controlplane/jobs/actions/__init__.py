@@ -27,6 +27,7 @@ from controlplane.jobs.actions.spares import (
     unmake_spare,
 )
 from controlplane.jobs.actions.telling import record_progress, record_runtime_batch
+from controlplane.jobs.actions.thinning import thin_progress
 from controlplane.jobs.actions.warm import end_warm_spare, place_warm_spare, set_warm_spares
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "set_warm_spares",
     "stand_by",
     "take_place",
+    "thin_progress",
     "unmake_spare",
     "vacate",
 ]

@@ -73,6 +73,12 @@ def _resolve(world: World) -> Order:
     return Order(f"{world.path('incidents')}/resolve")
 
 
+def _save(world: World) -> Order:
+    incident: Any = world.objects["incidents"]
+    body = {"text": "# What happened", "edited": incident.postmortem_digest}
+    return Order(f"{world.path('incidents')}/postmortem", body)
+
+
 def _migrate(world: World) -> Order:
     job: Any = world.objects["jobs"]
     _changed(world, "jobs", coordinator_address="127.0.0.1:4000", gpus_per_replica=1)
@@ -131,6 +137,7 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "clusters/limits": _on("clusters", "limits", {"scope": "rack", "nodes": 1}),
     "incidents/acknowledge": _on("incidents", "acknowledge"),
     "incidents/note": lambda world: Order(f"{world.path('incidents')}/note", {"text": "words"}),
+    "incidents/postmortem": _save,
     "incidents/resolve": _resolve,
     "jobs/create": _register,
     "jobs/directives": _direct,
