@@ -20,9 +20,6 @@ from controlplane import doorbell
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
-from controlplane.fleet.choices import Rung
-from controlplane.health.choices import Action
-from controlplane.health.models import Failure
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import (
@@ -34,7 +31,8 @@ from controlplane.incidents.choices import (
     StepState,
 )
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
-from workers import guards, intake, triage
+from controlplane.incidents.selectors import left_to_people
+from workers import guards, intake
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import (
     Ask,
@@ -64,9 +62,6 @@ NOT_NOW = "not now: "
 ONCE_MORE = "looks once more: "
 #: A plan that waits for a signature is held against the world this often: a change voids it.
 SIGNATURE_RETRY_S = 10.0
-
-#: What a failure may call for that only a person on the spot can do.
-HANDS = triage.FOR_PEOPLE - {"contact_vendor"}
 
 ACTIVE_RUN = Q(run__state__in=sorted(RUN_ACTIVE))
 
@@ -359,36 +354,17 @@ def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: da
         run.state = RunState.FAILED if isinstance(outcome, Fail) else RunState.SUCCEEDED
         run.state_reason = outcome.text
         run.finished_at = now
-        guards.release(run)
+        incidents.leave_nothing(SYSTEM, run)
         if run.incident is not None:
             # The rows must say "finished" before the incident asks whether anything is at work.
             step.save()
             run.save()
-            if not _waits_for_hands(run.incident):
+            if not left_to_people(run.incident):
                 incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
         return
     upcoming = following.order_by("position")[:1].get()
     run.state = RunState.RUNNING
     PlaybookStep.objects.filter(pk=upcoming.pk).update(state=StepState.READY, wake_at=now)
-
-
-def _waits_for_hands(incident: Incident) -> bool:
-    """Whether something of an incident is left that no run mends: a person closes it. Of an
-    incident of a job only a card that is to be examined: the rest is its nodes'."""
-    of_nodes = incident.subject.startswith(("node/", "rack/", "switch/"))
-    left = incident.failures.filter(needed__in=sorted(HANDS))
-    if not of_nodes:
-        left = left.filter(needed=Action.FIELD_DIAGNOSTIC).exclude(gpu=None)
-    return any(not _was_examined(failure) for failure in left)
-
-
-def _was_examined(failure: Failure) -> bool:
-    """Whether the field diagnostic that a card called for came to a verdict since, or it is on its
-    way back."""
-    if failure.needed != Action.FIELD_DIAGNOSTIC or failure.gpu is None:
-        return False
-    since = failure.gpu.repairs.filter(at__gte=failure.observed_at)
-    return since.filter(rung__in=(Rung.FIELD_DIAGNOSTIC, Rung.RMA)).exists()
 
 
 def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime) -> None:
@@ -488,7 +464,7 @@ def _only_shown(run: PlaybookRun, step: PlaybookStep, now: datetime) -> None:
     run.state_reason = step.outcome
     run.finished_at = now
     run.save(update_fields=["state", "state_reason", "finished_at"])
-    guards.release(run)
+    incidents.leave_nothing(SYSTEM, run)
     _tell(run, step, step.outcome)
 
 

@@ -20,9 +20,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
 from controlplane.incidents.choices import ApprovalState, Mode
 from controlplane.incidents.models import PlaybookRun, Reservation
-from controlplane.incidents.plans import Plan, code_of, plan_of_run
-from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Placement
+from controlplane.incidents.plans import ONLY_SHOWN, Plan, code_of, job_of, plan_of_run
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
         return Verdict("ask", f"the playbook is switched off in {node.cluster.name}")
     if mode == Mode.DRY_RUN:
         plan = plan_of_run(run, does)
-        return Verdict("show", "dry run: this is what would be done; nothing was", plan)
+        return Verdict("show", ONLY_SHOWN, plan)
     context: dict[str, object] = {}
     if mode == Mode.APPROVE:
         signature = _signature(run, does)
@@ -69,7 +67,7 @@ def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
             return signature
         context = signature
     code = code_of(run)
-    job_id = _job_on(node) or _job_that_lost(run) or run.job_id
+    job_id = job_of(run, node)
     objections = limits.speaks_against(node, code=code, job_id=job_id, run=run)
     words = "; ".join(objection.text for objection in objections)
     kinds = {objection.kind for objection in objections}
@@ -144,19 +142,3 @@ def _reserve(run: PlaybookRun, node: Node, code: str, job_id: str | None) -> Ver
             code=code,
         )
     return None
-
-
-def _job_on(node: Node) -> str | None:
-    placement = (
-        Placement.objects.filter(node=node, standby=False)
-        .exclude(state=PlacementState.ENDED)
-        .values_list("replica__job_id", flat=True)
-    )
-    return placement.first()
-
-
-def _job_that_lost(run: PlaybookRun) -> str | None:
-    """The job whose replica was lost with the node, also if another process has its place by now:
-    its node is out for that job all the same."""
-    lost = Placement.objects.filter(pk=run.context.get("lost_placement", ""))
-    return lost.values_list("replica__job_id", flat=True).first()

@@ -75,7 +75,7 @@ class Memory:
 
     #: When each node's newest beat was received, as last written to its lease.
     heard: dict[str, float]
-    #: Nobody is declared dead before this moment.
+    #: Nobody is declared dead, and no order unanswered, before this moment.
     grace_until: float
     #: When ingest last said that it hears: of what came later nobody can say that it did not come.
     hearing_until: datetime | None = None
@@ -128,11 +128,13 @@ def keep(client: redis.Redis, memory: Memory) -> None:
     now = timezone.now()
     _flush_beats(client, memory)
     if memory.hearing_until is not None and time.monotonic() >= memory.grace_until:
-        _declare_lost(min(now, memory.hearing_until))
+        heard_until = min(now, memory.hearing_until)
+        _declare_lost(heard_until)
         _do(partial(_tell_of_the_let_go, now))
+        # Answers too have had time to arrive by now.
+        _do(partial(fleet.expire_commands, heard_until))
     for chore in (
         partial(fleet.fail_overdue_nodes, SYSTEM, now),
-        partial(fleet.expire_commands, now),
         partial(incidents.pause_overdue_runs, now),
         partial(engine.release_expired, now),
         site_silent.look_again_once_heard,
@@ -143,6 +145,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         incidents.bring_back_sent_away,
         partial(jobs.expire_reservations, now),
         partial(forget_old_answers, now),
+        partial(jobs.thin_progress, now),
         partial(_chain_audit, memory),
     ):
         _do(chore)

@@ -285,17 +285,21 @@ def _out_nodes(cluster_id: str) -> list[_Out]:
     One that was never in service is missed nowhere: new nodes that fail their first diagnostics
     must not stop the repair of others.
     """
-    held = Reservation.objects.filter(cluster_id=cluster_id, released_at=None)
-    out = {
-        node_id: _Out(node_id, rack_id, job_id, code)
-        for node_id, rack_id, job_id, code in held.values_list("node", "rack", "job", "code")
-    }
     lately = timezone.now() - timedelta(seconds=settings.RMA_COUNTS_S)
     taken = Node.objects.filter(
         Q(state__in=OUT) | Q(state=NodeState.RMA, state_since__gte=lately),
         cluster_id=cluster_id,
         admitted_at__isnull=False,
     )
+    # Of a node whose run has ended, and that is out still, the newest says for what it was taken.
+    held = Reservation.objects.filter(
+        Q(released_at=None) | Q(node__in=taken.values("pk")), cluster_id=cluster_id
+    )
+    newest = held.order_by("node", "-reserved_at").distinct("node")
+    out = {
+        node_id: _Out(node_id, rack_id, job_id, code)
+        for node_id, rack_id, job_id, code in newest.values_list("node", "rack", "job", "code")
+    }
     for node_id, rack_id in taken.values_list("pk", "rack"):
         out.setdefault(node_id, _Out(node_id, rack_id, None, ""))
     return list(out.values())

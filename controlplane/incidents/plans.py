@@ -47,6 +47,8 @@ ORDER_STATES: dict[str, frozenset[NodeState]] = {
     "return": _OUT - {NodeState.DRAIN_FAILED} | {NodeState.ENROLLED, NodeState.RMA},
     "retire": frozenset(state for state in NodeState if NodeState.RETIRED in EDGES[state]),
 }
+#: What a run says that ended at its first disruptive step, for its mode is dry run.
+ONLY_SHOWN = "dry run: this is what would be done; nothing was"
 #: Where a job has not been started before: how long a lost replica is away, in seconds.
 TYPICAL_ABSENCE_S = 60.0
 
@@ -97,7 +99,12 @@ def plan_of_order(node: Node, verb: str) -> Plan:
     playbook = NODE_ORDERS.get(verb)
     if playbook is None:
         raise Conflict(f"there is no order {verb!r}; one of {', '.join(NODE_ORDERS)}")
-    plan = _plan(playbook, node, f"{verb.capitalize()} {node.name}", objections=[], code="")
+    plan = _plan(
+        playbook,
+        node,
+        f"{verb.capitalize()} {node.name}",
+        objections=limits.objections(node, job_id=_job_on(node)),
+    )
     try:
         check_order(node, verb)
     except Conflict as conflict:
@@ -121,13 +128,13 @@ def plan_of_run(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Plan:
     """What the rest of a run would do. `does` gives the exact words of its disruptive steps."""
     if run.node is None:
         raise ValueError(f"{run.playbook} has a disruptive step but no node")
-    code = code_of(run)
     return _plan(
         run.playbook,
         run.node,
         run.title,
-        objections=limits.objections(run.node, code=code, run=run),
-        code=code,
+        objections=limits.objections(
+            run.node, code=code_of(run), job_id=job_of(run, run.node), run=run
+        ),
         version=run.version,
         does={key: list(words) for key, words in does.items()},
         turn=int(run.context.get("round", 0)),
@@ -140,13 +147,25 @@ def code_of(run: PlaybookRun) -> str:
     return str(run.context.get("code") or "") or (incident.code if incident else "")
 
 
+def job_of(run: PlaybookRun, node: Node) -> str | None:
+    """The job that the run's node is out for: the one on it, or the one whose replica was lost with
+    it, also if another process has its place by now."""
+    lost = Placement.objects.filter(pk=run.context.get("lost_placement", ""))
+    return _job_on(node) or lost.values_list("replica__job_id", flat=True).first() or run.job_id
+
+
+def _job_on(node: Node) -> str | None:
+    placements = Placement.objects.filter(node=node, standby=False)
+    alive = placements.exclude(state=PlacementState.ENDED)
+    return alive.values_list("replica__job_id", flat=True).first()
+
+
 def _plan(
     playbook: str,
     node: Node,
     title: str,
     *,
     objections: list[str],
-    code: str,
     version: int = 0,
     does: dict[str, list[str]] | None = None,
     turn: int = 0,
@@ -183,7 +202,7 @@ def _plan(
         ],
         gpu_hours_at_stake=round(at_stake, 4),
         money=f"{pricing.money(node.cluster, at_stake * 3600):.2f} {node.cluster.currency}",
-        objections=objections or limits.objections(node, code=code),
+        objections=objections,
         budgets=[
             {"scope": use.scope.value, "label": use.label, "limit": use.limit, "used": use.used}
             for use in limits.budgets_of(node.cluster)

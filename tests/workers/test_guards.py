@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from importlib import import_module
 from unittest.mock import patch
 
 import pytest
+from django.apps import apps
 from django.utils import timezone
 from pytest_django import Settings
 
 from controlplane.accounts.choices import ActorKind
-from controlplane.accounts.models import SYSTEM, Actor
+from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState
@@ -30,7 +32,9 @@ from controlplane.incidents.choices import (
 from controlplane.incidents.models import Approval, Breaker, PlaybookMode, PlaybookRun, Reservation
 from controlplane.incidents.models import Playbook as PlaybookRow
 from controlplane.incidents.modes import modes_of
+from controlplane.incidents.plans import plan_of_order
 from tests.factories import (
+    ApprovalFactory,
     ClusterFactory,
     FailureFactory,
     IncidentFactory,
@@ -38,6 +42,7 @@ from tests.factories import (
     PlacementFactory,
     PlaybookRunFactory,
     RackFactory,
+    ReservationFactory,
 )
 from workers import engine
 from workers.playbooks import PLAYBOOKS
@@ -561,6 +566,42 @@ def test_what_looks_like_broken_hardware_empties_no_cluster_in_a_night(
     assert "limit 2" in first_words(run)
 
 
+@pytest.mark.parametrize("state", [NodeState.QUARANTINED, NodeState.RMA])
+@pytest.mark.parametrize("scope", [Scope.JOB, Scope.CODE])
+def test_a_node_that_is_out_still_when_its_run_has_ended_counts_against_its_job_and_code(
+    scope: Scope, state: NodeState, cluster: Cluster, settings: Settings
+) -> None:
+    settings.RMA_COUNTS_S = RMA_COUNTS_S
+    placement = PlacementFactory(replica__job__cluster=cluster)
+    ReservationFactory(
+        run__incident__cluster=cluster,
+        node=NodeFactory(cluster=cluster, state=state),
+        job=placement.replica.job,
+        code="xid-79",
+        released_at=timezone.now(),
+    )
+    incidents.set_limit(PERSON, cluster.pk, scope, 1, "one at a time")
+    run = request(cluster, node=placement.node)
+    drain(run)
+
+    assert acted == []
+    assert "limit 1" in first_words(run)
+
+
+def test_a_node_counts_against_the_code_that_it_was_taken_out_for_last(cluster: Cluster) -> None:
+    out = NodeFactory(cluster=cluster, state=NodeState.QUARANTINED)
+    for code in ("xid-79", "xid-48"):
+        ReservationFactory(
+            run__incident__cluster=cluster, node=out, code=code, released_at=timezone.now()
+        )
+    incidents.set_limit(PERSON, cluster.pk, Scope.CODE, 1, "one at a time")
+
+    assert drain(request(cluster, code="xid-79")).state == RunState.SUCCEEDED
+    late = request(cluster, code="xid-48")
+    drain(late)
+    assert "failure code xid-48 (limit 1)" in first_words(late)
+
+
 def test_new_nodes_that_fail_their_first_diagnostics_stop_no_repair(cluster: Cluster) -> None:
     soon = timezone.now() + timedelta(hours=1)
     new = {"cluster": cluster, "admitted_at": None}
@@ -818,6 +859,70 @@ def test_a_changed_world_voids_the_signature(cluster: Cluster) -> None:
     assert (acted, approval.state) == ([], ApprovalState.VOID)
     fresh = Approval.objects.get(run=run, state=ApprovalState.WAITING)
     assert fresh.plan["jobs"] != approval.plan["jobs"]
+
+
+def test_a_signature_that_is_void_by_now_tells_who_gave_it_and_when(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    signed_at = Approval.objects.get(pk=approval.pk).decided_at
+    PlacementFactory(node=run.node)
+    drain(run)
+
+    approval.refresh_from_db()
+    assert (approval.state, approval.decided_at) == (ApprovalState.VOID, signed_at)
+    assert (approval.decided_by, approval.reason) == (PERSON.id, "go")
+
+
+def test_that_a_plan_is_void_is_told_and_on_record(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    incidents.set_mode(PERSON, cluster.pk, "guarded", Mode.AUTOMATIC, "we trust it")
+
+    audited = AuditEvent.objects.get(verb="approval.void", object_id=approval.pk)
+    assert (audited.actor_id, audited.before, audited.after["state"]) == (
+        PERSON.id,
+        {"state": ApprovalState.WAITING},
+        ApprovalState.VOID,
+    )
+    assert run.incident is not None
+    assert run.incident.timeline.filter(text__endswith=audited.reason).exists()
+
+
+def test_what_waited_to_be_signed_when_its_run_had_ended_is_void_since(cluster: Cluster) -> None:
+    ended_at = timezone.now() - timedelta(days=1)
+    ended, at_work = (
+        ApprovalFactory(run__state=state, run__finished_at=finished_at)
+        for state, finished_at in ((RunState.SUCCEEDED, ended_at), (RunState.WAITING, None))
+    )
+    migration = import_module("controlplane.incidents.migrations.0004_plans_of_ended_runs")
+    migration.void_plans_of_ended_runs(apps, None)
+
+    ended.refresh_from_db()
+    at_work.refresh_from_db()
+    assert (ended.state, ended.decided_at) == (ApprovalState.VOID, ended_at)
+    assert at_work.state == ApprovalState.WAITING
+
+
+def test_the_plan_of_a_later_turn_is_not_spoken_against_by_its_own_run(cluster: Cluster) -> None:
+    run, approval = asked(cluster)
+    goes_back.append("once")
+    incidents.approve(PERSON, approval.pk, approval.digest, "go")
+    drain(run)
+
+    assert Reservation.objects.filter(run=run, released_at=None).exists()
+    fresh = Approval.objects.get(run=run, state=ApprovalState.WAITING)
+    assert (fresh.plan["turn"], fresh.plan["objections"]) == (1, [])
+
+
+def test_a_plan_says_that_its_job_has_as_many_nodes_out_as_it_may(cluster: Cluster) -> None:
+    placement = PlacementFactory(replica__job__cluster=cluster)
+    ReservationFactory(run__incident__cluster=cluster, job=placement.replica.job)
+    incidents.set_limit(PERSON, cluster.pk, Scope.JOB, 1, "one at a time")
+    incidents.set_mode(PERSON, cluster.pk, "guarded", Mode.APPROVE, "we look first")
+    run = drain(request(cluster, node=placement.node))
+
+    says = ["1 nodes are out for repair already, of its job (limit 1)"]
+    assert Approval.objects.get(run=run).plan["objections"] == says
+    assert plan_of_order(placement.node, "reboot").objections == says
 
 
 def test_going_back_to_an_earlier_step_asks_anew(cluster: Cluster) -> None:

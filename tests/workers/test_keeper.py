@@ -20,8 +20,8 @@ from pytest_django import Settings
 
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
-from controlplane.fleet.choices import NodeState
-from controlplane.fleet.models import Gpu, Lease, Node
+from controlplane.fleet.choices import CommandState, NodeState
+from controlplane.fleet.models import Command, Gpu, Lease, Node
 from controlplane.health import actions as health
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
@@ -29,7 +29,15 @@ from controlplane.health.models import NodeSample, Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import Incident, PlaybookRun
-from tests.factories import GpuFactory, IncidentFactory, NodeFactory, PlaybookRunFactory
+from node_agent import wire
+from tests.factories import (
+    GpuFactory,
+    IncidentFactory,
+    JobFactory,
+    NodeFactory,
+    PlaybookRunFactory,
+    ProgressSampleFactory,
+)
 from workers import intake, keeper, sensors
 from workers.playbooks import site_silent
 from workers.pulse import Pulse
@@ -316,6 +324,45 @@ def test_a_keeper_that_just_started_declares_nobody_lost(beats: redis.Redis) -> 
     silent_node()
     keeper.keep(beats, keeper.Memory(heard={}, grace_until=keeper._grace()))
     assert lease_signals() == 0
+
+
+def overdue_order() -> Command:
+    order = fleet.queue_command(SYSTEM, NodeFactory().pk, wire.Diagnose(), requester="stp_1")
+    Command.objects.update(expires_at=timezone.now() - timedelta(hours=1))
+    return order
+
+
+def test_an_order_that_is_overdue_expires(beats: redis.Redis, memory: keeper.Memory) -> None:
+    order = overdue_order()
+    keeper.keep(beats, memory)
+    order.refresh_from_db()
+    assert order.state == CommandState.EXPIRED
+
+
+def test_an_order_does_not_expire_before_its_answer_could_arrive(beats: redis.Redis) -> None:
+    order = overdue_order()
+    keeper.keep(beats, keeper.Memory(heard={}, grace_until=keeper._grace()))
+    order.refresh_from_db()
+    assert order.state == CommandState.QUEUED
+
+
+def test_no_order_expires_while_ingest_is_away(beats: redis.Redis, memory: keeper.Memory) -> None:
+    order = overdue_order()
+    beats.delete(keeper.INGEST_ALIVE_KEY)
+    keeper.keep(beats, memory)
+    order.refresh_from_db()
+    assert order.state == CommandState.QUEUED
+
+
+def test_progress_of_long_ago_is_thinned(beats: redis.Redis, memory: keeper.Memory) -> None:
+    job = JobFactory()
+    for second in (1, 2):
+        at = timezone.now().replace(second=second) - timedelta(days=30)
+        ProgressSampleFactory(job=job, at=at)
+
+    keeper.keep(beats, memory)
+
+    assert job.progress.get().steps == 20
 
 
 def test_a_clock_that_is_set_back_lengthens_no_grace(

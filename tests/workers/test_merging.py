@@ -14,26 +14,30 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from controlplane.accounts.models import SYSTEM, AuditEvent
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Node
 from controlplane.health.actions import record_events, record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure
+from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits, pricing
-from controlplane.incidents.choices import IncidentState
+from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from tests.factories import (
     GpuFactory,
+    InterruptionFactory,
     JobFactory,
     NodeFactory,
     PlacementFactory,
+    PlaybookRunFactory,
     RackFactory,
     ReplicaFactory,
 )
-from tests.workers.world import World, answer, drain, reset_and_watched
+from tests.workers.world import World, answer, drain, rejoin, reset_and_watched
 from workers import engine, intake
 
 pytestmark = pytest.mark.django_db
@@ -83,6 +87,74 @@ def test_it_is_resolved_once_all_of_them_are_back(world: World) -> None:
     assert incident.state == IncidentState.RESOLVED
     assert "replica 0, 1" in incident.postmortem
     assert incident.gpu_seconds_lost is not None
+
+
+def crash(world: World) -> None:
+    """Both replicas end, and are told to start again."""
+    for placement in world.placements:
+        world.exits(placement, exit_code=1)
+        world.survivors_commit(placement)
+    drain()
+    answer("start_rank", pid=2)
+    drain()
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 0)])
+def test_all_replicas_are_back_once_the_last_of_them_trains(
+    world: World, first: int, last: int
+) -> None:
+    crash(world)
+    world.join(world.placement_of(first))
+    drain()
+    early = Incident.objects.get().restored_at
+    world.join(world.placement_of(last))
+    drain()
+
+    assert early is None
+    assert Incident.objects.get().restored_at == world.placement_of(last).joined_at
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_they_are_back_since_the_last_one_trained_whichever_is_looked_at_last(
+    world: World, last: int
+) -> None:
+    crash(world)
+    for index in (0, 1):
+        world.join(world.placement_of(index))
+    later = timezone.now() + timedelta(seconds=1)
+    Placement.objects.filter(pk=world.placement_of(last).pk).update(joined_at=later)
+    drain()
+
+    assert Incident.objects.get().restored_at == later
+
+
+def test_not_all_are_back_where_nobody_brings_one_back(world: World) -> None:
+    crash(world)
+    runs = PlaybookRun.objects.filter(playbook="replica-lost")
+    incidents.cancel_run(SYSTEM, runs.get(context__replica=0).pk, "by hand")
+    world.join(world.placement_of(1))
+    drain()
+
+    assert runs.get(context__replica=1).state == RunState.SUCCEEDED
+    assert Incident.objects.get().restored_at is None
+
+
+def test_all_are_back_once_the_last_one_is_known_to_train_on(world: World) -> None:
+    lost, starved = world.placements
+    world.kill(lost)
+    world.peers_lose(starved)
+    drain()
+    answer("start_rank", pid=2)
+    back = world.placement_of(0)
+    world.join(back)
+    drain()
+    early = Incident.objects.get().restored_at
+    InterruptionFactory(job=world.job, entered=[starved.pk], started_at=timezone.now())
+    drain()
+
+    assert early is None
+    back.refresh_from_db()
+    assert Incident.objects.get().restored_at == back.joined_at
 
 
 def test_replicas_that_are_lost_one_after_the_other_are_told_apart(world: World) -> None:
@@ -207,6 +279,27 @@ def test_one_fault_on_many_nodes_of_a_rack_is_one_incident_of_the_rack(
     merged = Incident.objects.exclude(pk=incident.pk)
     assert {one.state for one in merged} == {IncidentState.RESOLVED}
     assert all(one.timeline.filter(key="merged", data__into=incident.pk).exists() for one in merged)
+
+
+def test_what_a_rack_shares_began_with_the_first_of_its_nodes_and_costs_all_of_them(
+    world: World, rack: list[Node]
+) -> None:
+    world.kernel_says(rack[0], XID_54)
+    drain()
+    first = Incident.objects.get()
+    Incident.objects.update(occurred_at=first.occurred_at - timedelta(seconds=100))
+    fleet.transition(SYSTEM, rack[0].pk, NodeState.QUARANTINED, reason="its power")
+    out_at = first.occurred_at - timedelta(seconds=60)
+    AuditEvent.objects.filter(object_id=rack[0].pk, verb="node.transition").update(at=out_at)
+    for node in rack[1:]:
+        world.kernel_says(node, XID_54)
+    drain()
+
+    shared = Incident.objects.exclude(state=IncidentState.RESOLVED).get()
+    assert shared.occurred_at == first.occurred_at - timedelta(seconds=100)
+    PlaybookRunFactory(incident=shared, node=rack[0])
+    (part,) = pricing.parts(shared, first.occurred_at)
+    assert part == {"part": pricing.NODE_OUT, "gpu_seconds": 60.0}
 
 
 def test_what_a_rack_shares_keeps_no_job_from_being_mended(world: World) -> None:
@@ -361,6 +454,27 @@ def test_what_somebody_has_to_look_at_stays_open_when_its_node_s_repair_is_taken
     own.refresh_from_db()
     assert own.unresolved
     assert PlaybookRun.objects.get(playbook="repair-node").incident != own
+
+
+def test_what_only_a_repair_held_open_ends_when_that_goes_on_within_another(world: World) -> None:
+    lost = world.placements[1]
+    fleet.set_hold(SYSTEM, lost.node_id, "hands off")
+    world.kernel_says(lost.node, XID_95)
+    world.kill(lost)
+    drain()
+    rejoin(world, 1)
+    left = Incident.objects.get()
+    GpuFactory(node=lost.node, index=1, pci_address="00000000:43:00.0")
+    world.kernel_says(lost.node, XID_79.replace("1b", "43"))
+    drain()
+
+    assert left.unresolved
+    graver = Incident.objects.exclude(pk=left.pk).get()
+    assert PlaybookRun.objects.get(playbook="repair-node").incident == graver
+    left.refresh_from_db()
+    assert left.state == IncidentState.RESOLVED
+    story = left.timeline.filter(text__contains=f"the repair of {lost.node.name} goes on")
+    assert story.exists()
 
 
 def test_a_node_that_is_lost_is_called_so_though_it_was_hot(world: World) -> None:

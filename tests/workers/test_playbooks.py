@@ -22,8 +22,14 @@ from controlplane.health.choices import SignalKind, Urgency
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes
-from controlplane.incidents.choices import IncidentState, Mode, RunState, StepState
-from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
+from controlplane.incidents.choices import (
+    ApprovalState,
+    IncidentState,
+    Mode,
+    RunState,
+    StepState,
+)
+from controlplane.incidents.models import Approval, Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, ProgressSample
@@ -465,6 +471,22 @@ def test_a_node_that_was_only_silent_and_beats_again_is_left_alone(
     assert not world.bmcs[spare.pk].orders
     assert run_of("repair-node").state == RunState.SUCCEEDED
     assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_nobody_is_asked_to_sign_for_a_node_that_beats_again(world: World) -> None:
+    incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
+    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.APPROVE, "we look first")
+    world.silence(world.spares[0])
+    drain()
+    approval = Approval.objects.get(state=ApprovalState.WAITING)
+    world.hear(world.spares[0])
+    drain()
+
+    approval.refresh_from_db()
+    assert run_of("repair-node").state == RunState.SUCCEEDED
+    assert approval.state == ApprovalState.VOID
+    with pytest.raises(Conflict, match="its run: succeeded"):
+        incidents.approve(PERSON, approval.pk, approval.digest, "go")
 
 
 def test_a_node_that_was_silent_while_it_started_a_rank_and_beats_again_is_left_alone(

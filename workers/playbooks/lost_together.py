@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import datetime
 
 from django.db.models import Q
 from django.utils import timezone
@@ -14,7 +15,7 @@ from controlplane.fleet.models import MaintenanceWindow, Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.candidates import free_nodes, wanted_by
-from controlplane.incidents.choices import RUN_ACTIVE, ApprovalState
+from controlplane.incidents.choices import RUN_ACTIVE, ApprovalState, EntryKind
 from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
@@ -237,10 +238,14 @@ def await_all(ctx: StepContext) -> Outcome:
         up = sum(one.started_at is not None for one in placements)
         return Wait(text=f"{up} of its {len(placements)} nodes' processes are up")
     text = f"replica {ctx.values['replica']} trains again on {names_of(placements)}"
-    restored_at = max(joined)
+    return trains_again(ctx, max(joined), text)
 
+
+def trains_again(ctx: StepContext, at: datetime, text: str) -> Done:
     def apply() -> None:
-        incidents.set_restored(ctx.incident.pk, restored_at, text)
+        key = f"restored/{at.timestamp()}"
+        incidents.tell(ctx.incident, key, EntryKind.JOB, text, at=at)
+        incidents.set_restored(ctx.run)
 
     return Done(text=text, apply=apply)
 

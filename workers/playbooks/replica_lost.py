@@ -53,6 +53,7 @@ from workers.playbooks.lost_together import (
     may_stay,
     replica_of,
     start_together,
+    trains_again,
 )
 from workers.playbooks.orders import START_ORDER_S, start_rank_command
 from workers.spares import choose_spare
@@ -86,7 +87,11 @@ def find_cause(ctx: StepContext) -> Outcome:
             context={"lost_placement": placement.pk, "node_fit": True, "passed_over": []},
         )
     if isinstance(verdict, triage.NothingLost):
-        return End(text=verdict.summary, evidence=shown)
+        return End(
+            text=verdict.summary,
+            evidence=shown,
+            apply=lambda: incidents.set_restored(ctx.run),
+        )
     if isinstance(verdict, triage.NotYet):
         return Wait(text=verdict.reason, wake_s=verdict.wait_s, evidence=shown)
     where = placement.node.name
@@ -455,12 +460,7 @@ def await_rejoin(ctx: StepContext) -> Outcome:
     text = f"replica {ctx.values['replica']} trains again on {placement.node.name}"
     if pause is not None:
         text += f", let in at step {pause.step} with a pause of {pause.gap_s:.2f} s"
-    joined_at = placement.joined_at
-
-    def apply() -> None:
-        incidents.set_restored(ctx.incident.pk, joined_at, text)
-
-    return Done(text=text, apply=apply)
+    return trains_again(ctx, placement.joined_at, text)
 
 
 def _make_way(ctx: StepContext, late: Placement, quicker: Placement) -> Outcome:

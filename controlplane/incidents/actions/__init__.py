@@ -57,6 +57,7 @@ from controlplane.incidents.actions.rma import (
 )
 from controlplane.incidents.actions.runs import (
     cancel_run,
+    leave_nothing,
     look_again,
     pause_overdue_runs,
     pause_run,
@@ -82,6 +83,7 @@ __all__ = [
     "finish_endings",
     "incident_of_replica",
     "keep_warm_spares",
+    "leave_nothing",
     "look_again",
     "may_be_started",
     "merge_into",

@@ -80,11 +80,10 @@ def set_mode(actor: Actor, cluster_id: str, playbook: str, mode: Mode, reason: s
         reason=reason,
     )
     if mode != Mode.APPROVE:
-        void_approvals(
-            Approval.objects.filter(
-                cluster_id=cluster_id, run__playbook=playbook, state=ApprovalState.WAITING
-            )
+        waiting = Approval.objects.filter(
+            cluster_id=cluster_id, run__playbook=playbook, state=ApprovalState.WAITING
         )
+        void_approvals(actor, waiting, f"{playbook} asks for no approval any more: {reason}")
     touch(cluster_id)
     _look_again(PlaybookRun.objects.filter(cluster_id=cluster_id, playbook=playbook))
 
@@ -140,18 +139,21 @@ def open_breaker_on_burst(cluster_id: str, code: str) -> Breaker | None:
         return None
     reason = f"{code} on {nodes} nodes within {settings.BREAKER_WINDOW_S:g} s"
     breaker = Breaker(cluster_id=cluster_id, code=code, reason=reason)
+    # The unique constraint is the turnstile: whoever comes second finds the first's.
     Breaker.objects.bulk_create([breaker], ignore_conflicts=True)
-    audit(
-        SYSTEM,
-        "breaker.open",
-        "breaker",
-        breaker.pk,
-        cluster_id=cluster_id,
-        after={"code": code},
-        reason=reason,
-    )
-    touch(cluster_id)
-    return Breaker.objects.filter(cluster_id=cluster_id, code=code, closed_at=None).first()
+    found = Breaker.objects.filter(cluster_id=cluster_id, code=code, closed_at=None).first()
+    if found == breaker:
+        audit(
+            SYSTEM,
+            "breaker.open",
+            "breaker",
+            breaker.pk,
+            cluster_id=cluster_id,
+            after={"code": code},
+            reason=reason,
+        )
+        touch(cluster_id)
+    return found
 
 
 @change()
@@ -188,8 +190,7 @@ def request_approval(run: PlaybookRun, plan: Plan) -> Approval:
     there = valid.filter(digest=plan.digest).first()
     if there is not None:
         return there
-    if void_approvals(valid):
-        _tell(run, "void", "the world changed: the plan must be signed anew")
+    void_approvals(SYSTEM, valid, "the world changed, and it must be signed anew")
     approval = Approval.objects.create(
         cluster_id=run.cluster_id, run=run, plan=plan.as_dict(), digest=plan.digest
     )
@@ -232,7 +233,9 @@ def _waiting(approval_id: str) -> Approval:
         .get(pk=approval_id)
     )
     if approval.state != ApprovalState.WAITING or approval.run.state not in RUN_UNFINISHED:
-        raise Conflict(f"this plan is {approval.get_state_display().lower()}; nobody waits for it")
+        state = approval.get_state_display().lower()
+        of_run = approval.run.get_state_display().lower()
+        raise Conflict(f"this plan is {state} (its run: {of_run}); nobody waits for it")
     return approval
 
 

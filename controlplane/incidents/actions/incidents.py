@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
+from django.db.models import Max
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
@@ -20,12 +21,15 @@ from controlplane.incidents.choices import (
     RUN_UNFINISHED,
     EntryKind,
     IncidentState,
+    RunState,
     Severity,
 )
 from controlplane.incidents.models import (
     Incident,
+    PlaybookRun,
     TimelineEntry,
 )
+from controlplane.jobs.models import Placement
 from workers.triage import ACTIONS
 
 
@@ -154,12 +158,24 @@ def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
 
 
 @change()
-def set_restored(incident_id: str, at: datetime, text: str) -> None:
-    """Note when the job had all its replicas again, and what the time between cost."""
-    incident = Incident.objects.get(pk=incident_id)
-    Incident.objects.filter(pk=incident_id).update(restored_at=at)
-    _price(incident_id, at)
-    tell(incident, f"restored/{at.timestamp()}", EntryKind.JOB, text, at=at)
+def set_restored(run: PlaybookRun) -> None:
+    """Note when the job had all its replicas again, and what the time between cost: `run` brought
+    one back, or found it there. Nothing while another one that the incident is about is away."""
+    losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=run.playbook)
+    others = losses.exclude(subject=run.subject)
+    # Of a replica that was lost twice the last one counts.
+    last = others.order_by("subject", "-created_at").distinct("subject")
+    if any(state != RunState.SUCCEEDED for state in last.values_list("state", flat=True)):
+        return
+    back = [
+        placement
+        for context in losses.values_list("context", flat=True)
+        for placement in (context.get("placement", ""), *context.get("placements", []))
+    ]
+    at = Placement.objects.filter(pk__in=back).aggregate(at=Max("joined_at"))["at"]
+    if at is not None:
+        Incident.objects.filter(pk=run.incident_id).update(restored_at=at)
+        _price(str(run.incident_id), at)
 
 
 @change()

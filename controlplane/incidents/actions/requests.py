@@ -42,6 +42,7 @@ from controlplane.incidents.models import (
 from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
 from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
+from controlplane.incidents.selectors import left_to_people
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placement, Replica
@@ -310,12 +311,16 @@ def repair_node(
 
 
 def _let_go_on_within(incident: Incident | None, before: Incident | None, node: Node) -> None:
-    """A node's own incident is a part of that which took its repair over, and nothing else would
-    end it; unless something of it is left to people, who would not be shown it there."""
-    if incident is None or before is None or before.subject != f"node/{node.pk}":
+    """Nothing else would end the incident that a repair leaves: a node's own is a part of that
+    which took its repair over, another is over if nothing else of it is under way. Unless
+    something of it is left to people, who would not be shown it there."""
+    if incident is None or before is None or before == incident:
         return
-    if not before.failures.filter(needed__in=sorted(FOR_PEOPLE)).exists():
-        merge_into(incident, [before])
+    if before.subject == f"node/{node.pk}":
+        if not before.failures.filter(needed__in=sorted(FOR_PEOPLE)).exists():
+            merge_into(incident, [before])
+    elif not left_to_people(before):
+        resolve(SYSTEM, before.pk, f"the repair of {node.name} goes on in “{incident.title}”")
 
 
 def _news_of_need(before: dict[str, Any], wanted: dict[str, Any]) -> str:

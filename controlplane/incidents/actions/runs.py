@@ -146,7 +146,7 @@ def _take_turn(actor: Actor, run: PlaybookRun, reason: str, verb: str, *, afresh
         turn.pop("went_for", None)
         if "passed_over" in turn:  # nodes that did not start it, perhaps for what has been mended
             turn["passed_over"] = []
-    void_approvals(valid_approvals(run))
+    void_approvals(actor, valid_approvals(run), f"another turn of its run: {reason}")
     PlaybookRun.objects.filter(pk=run.pk).update(deadline=_fresh_deadline(run), context=turn)
     doorbell.ring_after_commit()
 
@@ -216,9 +216,16 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
     PlaybookStep.objects.filter(run=run).exclude(
         state__in=[StepState.DONE, StepState.SKIPPED, StepState.FAILED]
     ).update(state=StepState.SKIPPED, lock_token="", lock_expires_at=None, wake_at=None)
-    Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())
-    void_approvals(Approval.objects.filter(run=run, state=ApprovalState.WAITING))
+    leave_nothing(actor, run)
     _set_run(actor, run, RunState.CANCELLED, reason or "cancelled", "run.cancel")
+
+
+@change()
+def leave_nothing(actor: Actor, run: PlaybookRun) -> None:
+    """Give back what a run that is over had reserved, and let nobody be asked to sign its plan."""
+    Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())
+    waiting = Approval.objects.filter(run=run, state=ApprovalState.WAITING)
+    void_approvals(actor, waiting, "its run is over")
 
 
 def _end_drain(actor: Actor, run: PlaybookRun, node: Node, reason: str) -> None:
@@ -339,11 +346,28 @@ def valid_approvals(run: PlaybookRun) -> QuerySet[Approval]:
     )
 
 
-def void_approvals(approvals: QuerySet[Approval]) -> bool:
-    """Let these count no more, and be signed no more. Whether there were any."""
-    for approval_id, cluster_id in approvals.values_list("pk", "cluster_id"):
-        touch(cluster_id, ("approval", approval_id))
-    return bool(approvals.update(state=ApprovalState.VOID, decided_at=timezone.now()))
+def void_approvals(actor: Actor, approvals: QuerySet[Approval], why: str) -> None:
+    """Let these count no more, and be signed no more. Who signed one, and when, stands."""
+    locked = approvals.select_for_update(no_key=True, of=("self",))
+    for approval in locked.select_related("run__incident"):
+        Approval.objects.filter(pk=approval.pk).update(
+            state=ApprovalState.VOID, decided_at=approval.decided_at or timezone.now()
+        )
+        audit(
+            actor,
+            "approval.void",
+            "approval",
+            approval.pk,
+            cluster_id=approval.cluster_id,
+            before={"state": approval.state},
+            after={"state": ApprovalState.VOID, "digest": approval.digest},
+            reason=why,
+        )
+        run = approval.run
+        if run.incident is not None:
+            text = f"{run.title}: the plan is void: {why}"
+            tell(run.incident, f"{approval.pk}/void", EntryKind.STEP, text)
+        touch(approval.cluster_id)
 
 
 def lock_run(run_id: str) -> PlaybookRun:
