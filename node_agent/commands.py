@@ -29,9 +29,9 @@ from node_agent.spool import Spool
 from node_agent.supervisor import CannotStart, CannotStop, CardsInUse, Supervisor
 from node_agent.threads import start_thread
 
-#: A journal entry is kept this long past its command's expiry. After that the id needs no memory:
-#: the expiry itself refuses it.
-KEEP_S = 7 * 86_400.0
+#: So many finished orders are remembered at least, the newest; what is older its expiry refuses. By
+#: number: a clock that is not set yet would have it forget what may still be offered.
+KEEP = 5_000
 
 Output = dict[str, Any]
 #: What a command may come to grief on: its result is then `failed`, with the reason.
@@ -71,11 +71,11 @@ class Commands:
         self._results = results
         self._lock = threading.Lock()
         self._journal = Journal(config.state_dir / "commands.jsonl")
-        self._seen = _recent(self._journal.load())
-        try:
-            self._journal.rewrite(self._seen.values())
-        except OSError as error:  # it is only longer than it needs to be
-            log("command_journal_not_shortened", "error", error=str(error))
+        #: By id, in the order of what was last written down of each.
+        self._seen: dict[str, dict[str, Any]] = {}
+        for entry in self._journal.load():
+            self._note(entry)
+        self._forget_oldest()
 
     def recover(self) -> None:
         """Settle commands that were under way when the agent died.
@@ -99,8 +99,10 @@ class Commands:
             return False
         if not self._is_order_to_us(head, payload, signed.signature):
             return False
-        if head.id in self._seen:
-            self._repeat(self._seen[head.id])
+        with self._lock:
+            seen = self._seen.get(head.id)
+        if seen is not None:
+            self._repeat(seen)
             return False
         try:
             command = self._check(payload)
@@ -150,7 +152,7 @@ class Commands:
         action = command.action
         entry: dict[str, Any] = {
             "id": command.id,
-            "expires_at": command.expires_at,
+            "expires_at": command.expires_at,  # an earlier agent that is put back forgets by it
             "verb": type(action).__struct_config__.tag,
             "placement": getattr(action, "placement", ""),
         }
@@ -276,11 +278,27 @@ class Commands:
 
     def _remember(self, entry: dict[str, Any]) -> None:
         with self._lock:
-            self._seen[entry["id"]] = entry
+            self._note(entry)
             try:
                 self._journal.append([entry])
             except OSError as error:
                 log("command_journal_full", "error", id=entry["id"], error=str(error))
+            if len(self._seen) > 2 * KEEP:
+                self._forget_oldest()
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        self._seen.pop(entry["id"], None)
+        self._seen[entry["id"]] = entry
+
+    def _forget_oldest(self) -> None:
+        """An order that has no result yet is never forgotten."""
+        finished = [one for one, entry in self._seen.items() if "result" in entry]
+        for one in finished[:-KEEP]:
+            del self._seen[one]
+        try:
+            self._journal.rewrite(self._seen.values())
+        except OSError as error:  # it is only longer than it needs to be
+            log("command_journal_not_shortened", "error", error=str(error))
 
     def _send(self, result: wire.CommandResult) -> None:
         self._results.put([msgspec.to_builtins(result)])
@@ -294,11 +312,6 @@ def _late(command: wire.Command, now: float) -> str:
         f"hands out no such order, so this clock is {least:.0f} to {most:.0f} s ahead of its own, "
         "unless the order was that long on its way: set it (chrony)"
     )
-
-
-def _recent(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    horizon = time.time() - KEEP_S
-    return {entry["id"]: entry for entry in entries if entry["expires_at"] > horizon}
 
 
 def _done(command_id: str, output: Output) -> wire.CommandResult:

@@ -50,6 +50,7 @@ Short = Annotated[str, msgspec.Meta(max_length=255)]
 RackName = Annotated[str, msgspec.Meta(max_length=63)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
+Bytes = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 #: Seconds since the Unix epoch, by the sender's clock.
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
 
@@ -79,7 +80,7 @@ class GpuInfo(Message, frozen=True):
     serial: Id
     model: Short
     pci_address: Short
-    memory_bytes: Count
+    memory_bytes: Bytes
 
 
 class Inventory(Message, frozen=True):

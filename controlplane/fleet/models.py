@@ -254,6 +254,10 @@ class RepairRecord(models.Model):
         ]
 
 
+#: What an order may be in that has no end yet.
+COMMAND_PENDING = [CommandState.QUEUED, CommandState.DELIVERED]
+
+
 class Command(models.Model):
     """An order to one node, signed; executed at most once by the agent's journal."""
 
@@ -286,7 +290,16 @@ class Command(models.Model):
         indexes = [
             models.Index(
                 fields=["node", "created_at"],
-                condition=Q(state__in=[CommandState.QUEUED, CommandState.DELIVERED]),
+                condition=Q(state__in=COMMAND_PENDING),
                 name="command_pending",
-            )
+            ),
+            models.Index(
+                fields=["expires_at"],
+                condition=Q(state__in=COMMAND_PENDING),
+                name="command_by_expiry",
+            ),
+            # By how its asker's name begins: the unique index serves that in the C collation alone.
+            models.Index(
+                fields=["requester"], opclasses=["text_pattern_ops"], name="command_by_asker"
+            ),
         ]

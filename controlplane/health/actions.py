@@ -30,12 +30,13 @@ KEPT_BY_CARD = ("remap_failed", "remapped_rows", "exhausted_banks")
 def record_events(node_id: str, events: list[wire.Event]) -> list[str]:
     """Keep what an agent observed; an event that is told again is the same row.
 
+    The card that an event names is believed if it is one of the node's own.
+
     Returns the ids that may be forgotten by the sender: all of them.
     """
     rows = _row_ids(node_id, events)
-    cards = set(
-        Gpu.objects.filter(uuid__in={e.gpu_uuid for e in events}).values_list("uuid", flat=True)
-    )
+    own = Gpu.objects.filter(node_id=node_id, uuid__in={e.gpu_uuid for e in events})
+    cards = set(own.values_list("uuid", flat=True))
     told_before = set(Signal.objects.filter(pk__in=rows.values()).values_list("pk", flat=True))
     Signal.objects.bulk_create(
         [

@@ -208,6 +208,34 @@ def test_a_start_interrupted_before_its_process_failed_with_an_explanation(agent
     assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-1")
 
 
+def test_an_order_is_remembered_though_its_time_seems_long_over(agent: Node) -> None:
+    agent.started_rank()
+    command_id = agent.plane.results[0].id
+    result_taken(agent)
+    agent.kill()
+    age_journal(agent)
+    agent.start()
+    agent.plane.send(agent.rank("p-2"), id=command_id)
+    eventually(lambda: len(agent.plane.results) == 2)
+
+    assert agent.plane.results[1] == agent.plane.results[0]
+    assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-2")
+
+
+def test_an_interrupted_order_is_settled_though_its_time_seems_long_over(agent: Node) -> None:
+    pid = agent.started_rank()
+    command_id = agent.plane.results[0].id
+    agent.kill()
+    forget_results(agent)
+    age_journal(agent)
+    agent.plane.results.clear()
+    agent.start()
+
+    result = agent.plane.result(command_id)
+
+    assert (result.state, result.output["pid"]) == ("done", pid)
+
+
 def refused_results(node: Node) -> list[dict[str, Any]]:
     return [line for line in node.log("send_refused") if line["path"] == "/v1/commands/result"]
 
@@ -268,6 +296,14 @@ def forget_results(node: Node) -> None:
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     kept = [entry for entry in entries if "result" not in entry]
     path.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+
+
+def age_journal(node: Node) -> None:
+    """As if the clock had been set far ahead since."""
+    path = node.state / "commands.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    aged = [{**entry, "expires_at": entry["expires_at"] - 30 * 86_400} for entry in entries]
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in aged))
 
 
 def unavailable(path: str) -> wire.Problem | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 import msgspec
+from django.db.models import Q
 from django.utils import timezone
 
 from controlplane import crypto, doorbell
@@ -12,19 +13,15 @@ from controlplane.accounts.actions import audit
 from controlplane.accounts.models import Actor
 from controlplane.errors import Refused
 from controlplane.fleet.changes import change, touch
-from controlplane.fleet.choices import (
-    COMMAND_FINISHED,
-    CommandState,
-)
-from controlplane.fleet.models import (
-    Command,
-    Node,
-)
+from controlplane.fleet.choices import CommandState
+from controlplane.fleet.models import COMMAND_PENDING, Command, Node
 from controlplane.ids import new_id
 from node_agent import wire
 
 #: An order taken in its last second may still be running; its result is awaited this much longer.
 RESULT_GRACE_S = 30
+#: The error of an order that nobody wants any more.
+CALLED_BACK = "called back"
 
 
 @change()
@@ -85,7 +82,7 @@ def take_commands(node_ids: list[str]) -> dict[str, list[Command]]:
         Command.objects.filter(
             node_id__in=node_ids,
             node__key_revoked_at=None,
-            state__in=[CommandState.QUEUED, CommandState.DELIVERED],
+            state__in=COMMAND_PENDING,
             expires_at__gt=now,
         ).order_by("created_at")
     )
@@ -106,6 +103,10 @@ def take_commands(node_ids: list[str]) -> dict[str, list[Command]]:
 def record_command_result(node_id: str, result: wire.CommandResult) -> None:
     """Store what an agent says of a command; the same result again changes nothing.
 
+    One that comes late stands too, unless the order was called back. But that a process was started
+    is then noted only: who gave up waiting has it ended, or started again, and must not be told in
+    the midst of that that it runs.
+
     Raises Refused for a command that does not exist or was given to another node.
     """
     row = Command.objects.select_related("node").filter(pk=result.id).first()
@@ -113,8 +114,11 @@ def record_command_result(node_id: str, result: wire.CommandResult) -> None:
         raise Refused(404, "unknown_command", "id", f"there is no command {result.id}")
     if row.node_id != node_id:
         raise Refused(403, "command_of_other_node", "id", "this command was given to another node")
-    finished = Command.objects.filter(pk=row.pk).exclude(state__in=COMMAND_FINISHED)
-    if finished.update(
+    order = Command.objects.filter(pk=row.pk)
+    awaited = Q(state__in=COMMAND_PENDING)
+    if not (row.verb.startswith("start_") and result.state == "done"):
+        awaited |= Q(state=CommandState.EXPIRED) & ~Q(error=CALLED_BACK)
+    if order.filter(awaited).update(
         state=CommandState(result.state),
         finished_at=_moment(result.at),
         output=result.output,
@@ -122,6 +126,8 @@ def record_command_result(node_id: str, result: wire.CommandResult) -> None:
     ):
         touch(row.node.cluster_id)
         doorbell.ring_after_commit(f"step/{row.requester}")
+    else:
+        order.filter(state=CommandState.EXPIRED).update(output=result.output)
 
 
 @change()
@@ -130,19 +136,19 @@ def call_back_commands(requester: str) -> int:
 
     One that a node has taken already may still be executed.
     """
-    unfinished = Command.objects.filter(requester__startswith=f"{requester}.").exclude(
-        state__in=COMMAND_FINISHED
+    unfinished = Command.objects.filter(
+        requester__startswith=f"{requester}.", state__in=COMMAND_PENDING
     )
     return unfinished.update(
-        state=CommandState.EXPIRED, finished_at=timezone.now(), error="called back"
+        state=CommandState.EXPIRED, finished_at=timezone.now(), error=CALLED_BACK
     )
 
 
 @change()
 def expire_commands(now: datetime) -> int:
     """Give up on orders that no agent answered in time. Returns how many."""
-    overdue = Command.objects.exclude(state__in=COMMAND_FINISHED).filter(
-        expires_at__lt=now - timedelta(seconds=RESULT_GRACE_S)
+    overdue = Command.objects.filter(
+        state__in=COMMAND_PENDING, expires_at__lt=now - timedelta(seconds=RESULT_GRACE_S)
     )
     count = 0
     for row in overdue:

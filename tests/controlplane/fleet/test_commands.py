@@ -87,3 +87,46 @@ def test_an_order_that_nobody_answers_expires() -> None:
     assert actions.expire_commands(timezone.now() + timedelta(seconds=60)) == 1
     command.refresh_from_db()
     assert command.state == CommandState.EXPIRED
+
+
+def expired_order(action: wire.Verb) -> Command:
+    command = actions.queue_command(SYSTEM, NodeFactory().pk, action, requester="stp_1.0-0")
+    actions.expire_commands(timezone.now() + timedelta(hours=1))
+    return command
+
+
+def start_of(placement: str) -> wire.StartCoordinator:
+    return wire.StartCoordinator(job="job_1", placement=placement, token="t", min_replicas=1)
+
+
+@pytest.mark.parametrize(
+    ("action", "state"),
+    [
+        (wire.StopProcess(placement="plc_1"), "done"),
+        (wire.StopProcess(placement="plc_1"), "failed"),
+        (start_of("plc_1"), "failed"),
+    ],
+)
+def test_a_result_that_comes_late_stands(action: wire.Verb, state: str) -> None:
+    command = expired_order(action)
+    actions.record_command_result(command.node_id, result(command, state))
+    actions.record_command_result(command.node_id, result(command, "refused"))
+    command.refresh_from_db()
+    assert (command.state, command.output, command.error) == (state, {"pid": 7}, "")
+
+
+def test_that_a_process_was_started_is_only_noted_once_it_was_given_up() -> None:
+    command = expired_order(start_of("plc_1"))
+    actions.record_command_result(command.node_id, result(command))
+    command.refresh_from_db()
+    assert (command.state, command.output) == (CommandState.EXPIRED, {"pid": 7})
+
+
+def test_an_order_that_was_called_back_stays_so_whatever_came_of_it() -> None:
+    node = NodeFactory()
+    command = actions.queue_command(SYSTEM, node.pk, wire.Diagnose(), requester="stp_1.0-0")
+    actions.call_back_commands("stp_1")
+    actions.record_command_result(node.pk, result(command))
+    command.refresh_from_db()
+    assert (command.state, command.error) == (CommandState.EXPIRED, "called back")
+    assert command.output == {"pid": 7}

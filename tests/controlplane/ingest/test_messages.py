@@ -113,6 +113,31 @@ def test_a_node_is_believed_about_its_own_processes_alone(
     assert of_others.get(pk=claims[0]["id"]).data["said_of"]["placement"] == placement.pk
 
 
+def test_a_process_of_another_node_is_not_believed_ended_under_an_id_that_is_told_twice(
+    node: NodeClient, other_node: NodeClient, transactional_db: None
+) -> None:
+    claim = exit_of(other_node, PlacementFactory(node_id=node.node_id).pk)
+    own = {**exit_of(other_node, "plc_nowhere"), "id": claim["id"]}
+
+    answers = [
+        other_node.post("/v1/events", {"events": events}) for events in ([claim, own], [own, claim])
+    ]
+
+    assert [(one.status, one.json["field"]) for one in answers] == [(422, "events[1].id")] * 2
+    assert not Signal.objects.exists()
+
+
+def test_a_node_is_believed_about_its_own_cards_alone(
+    node: NodeClient, other_node: NodeClient, transactional_db: None
+) -> None:
+    events = [node.event(gpu_uuid=uuid) for uuid in ("GPU-node-1", "GPU-node-2", "GPU-none")]
+
+    node.post("/v1/events", {"events": events})
+
+    told = dict(Signal.objects.values_list("pk", "gpu_id"))
+    assert [told[str(event["id"])] for event in events] == ["GPU-node-1", None, None]
+
+
 def test_a_coordinator_is_its_own_node_s_too(
     node: NodeClient, other_node: NodeClient, transactional_db: None
 ) -> None:

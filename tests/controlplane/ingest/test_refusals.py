@@ -210,7 +210,7 @@ def test_a_number_too_large_for_the_database(node: NodeClient) -> None:
 
     answer = node.post("/v1/report", report)
 
-    assert refusal(answer)[:2] == (422, "invalid_field")
+    assert refusal(answer) == (422, "invalid_field", "inventory.gpus[0].memory_bytes")
     assert Node.objects.get().report_digest == ""
 
 
@@ -254,6 +254,16 @@ def test_join_token_revoked(door: Door, join_token: str) -> None:
     answer = door.post("/v1/enroll", enrolment(door, join_token, "n1").enroll_message())
 
     assert refusal(answer) == (403, "token_revoked", "join_token")
+
+
+def test_a_card_larger_than_the_database_holds_is_named(door: Door, join_token: str) -> None:
+    message = enrolment(door, join_token, "n1").enroll_message()
+    message["inventory"]["gpus"][0]["memory_bytes"] = 2**63
+
+    answer = door.post("/v1/enroll", message)
+
+    assert refusal(answer) == (422, "invalid_field", "inventory.gpus[0].memory_bytes")
+    assert not Node.objects.exists()
 
 
 def test_name_of_another_node(node: NodeClient, door: Door, join_token: str) -> None:

@@ -1,0 +1,63 @@
+"""Among all orders that were ever given, those that matter are found at once: the keeper looks each
+second, and a playbook with each of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from django.utils import timezone
+
+from controlplane.fleet import actions
+from controlplane.fleet.choices import CommandState
+from controlplane.fleet.models import Command
+from tests.factories import NodeFactory
+
+pytestmark = pytest.mark.django_db
+
+EACH = 5_000
+
+
+@pytest.fixture
+def told() -> None:
+    """Many steps have given orders, which are over."""
+    node, now = NodeFactory(), timezone.now()
+    Command.objects.bulk_create(
+        Command(node=node, verb="diagnose", payload="{}", state=CommandState.DONE, expires_at=now,
+                requester=f"stp_{n}.{turn}-0")
+        for n in range(EACH)
+        for turn in range(2)
+    )  # fmt: skip
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE fleet_command")
+
+
+def _expire() -> None:
+    actions.expire_commands(timezone.now())
+
+
+def _call_back() -> None:
+    actions.call_back_commands("stp_7")
+
+
+def _of_a_step() -> None:
+    list(Command.objects.filter(requester__startswith="stp_7."))
+
+
+@pytest.mark.usefixtures("told")
+@pytest.mark.parametrize("lookup", [_expire, _call_back, _of_a_step])
+def test_orders_are_found_by_an_index(lookup: Callable[[], None]) -> None:
+    with CaptureQueriesContext(connection) as asked:
+        lookup()
+    found = [one["sql"] for one in asked if "fleet_command" in one["sql"]]
+
+    assert found
+    assert [sql for sql in found if "Seq Scan" in plan_of(sql)] == []
+
+
+def plan_of(sql: str) -> str:
+    with connection.cursor() as cursor:
+        cursor.execute(f"EXPLAIN {sql}")
+        return "\n".join(row[0] for row in cursor.fetchall())
