@@ -34,7 +34,9 @@ AT_ONCE = 2
 #: What makes a spreadsheet run a cell. An apostrophe before it takes that away; one before an
 #: apostrophe keeps those apart that were there already.
 DANGEROUS = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
-BROKEN_OFF = "BROKEN OFF: rows are missing from here on. Download the list again."
+BROKEN_OFF = (
+    "BROKEN OFF: rows are missing from here on. Download the list again, or a narrower one."
+)
 
 _under_way = threading.BoundedSemaphore(AT_ONCE)
 _json = msgspec.json.Encoder(decimal_format="number")

@@ -31,7 +31,7 @@ from controlplane.incidents.choices import (
     StepState,
 )
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
-from controlplane.incidents.selectors import left_to_people
+from controlplane.incidents.selectors import waits_for_hands
 from workers import guards, intake
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import (
@@ -359,7 +359,7 @@ def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: da
             # The rows must say "finished" before the incident asks whether anything is at work.
             step.save()
             run.save()
-            if not left_to_people(run.incident):
+            if not waits_for_hands(run.incident):
                 incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
         return
     upcoming = following.order_by("position")[:1].get()

@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from typing import Literal
 
 from django.conf import settings
-from django.db.models import Q, QuerySet
+from django.db.models import F, Q, QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.selectors import username
@@ -291,9 +291,11 @@ def _out_nodes(cluster_id: str) -> list[_Out]:
         cluster_id=cluster_id,
         admitted_at__isnull=False,
     )
-    # Of a node whose run has ended, and that is out still, the newest says for what it was taken.
+    # Of a node whose run has ended, and that is out still, the last one that was for a fault says
+    # for what it was taken. (A run releases as it ends, after it has changed the node's state.)
+    of_now = Q(node__in=taken.values("pk"), released_at__gte=F("node__state_since"))
     held = Reservation.objects.filter(
-        Q(released_at=None) | Q(node__in=taken.values("pk")), cluster_id=cluster_id
+        Q(released_at=None) | of_now & ~Q(job=None, code=""), cluster_id=cluster_id
     )
     newest = held.order_by("node", "-reserved_at").distinct("node")
     out = {

@@ -72,12 +72,14 @@ def replicas_of(incident: Incident) -> list[int]:
 
 def _absences(incident: Incident, until: datetime) -> list[Absence]:
     """When its replicas were away."""
-    if incident.job is None:
+    job, since = incident.job, incident.occurred_at
+    if job is None:
         return []
+    pauses = accounting.pauses_of(job, since, until)
     return [
         absence
         for index in replicas_of(incident)
-        for absence in accounting.absences_of(incident.job, index, incident.occurred_at, until)
+        for absence in accounting.absences_of(job, index, since, until, pauses)
     ]
 
 

@@ -24,7 +24,7 @@ from django.http import Http404
 from controlplane.accounts.ids import person_id
 from controlplane.accounts.models import User
 from controlplane.accounts.selectors import username, usernames
-from controlplane.fleet.choices import TAKEN_OUT, NodeState, Rung
+from controlplane.fleet.choices import Rung
 from controlplane.fleet.models import Cluster, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.health.choices import Action
@@ -50,7 +50,7 @@ from controlplane.incidents.models import (
     RmaCase,
     TimelineEntry,
 )
-from controlplane.incidents.plans import NODE_ORDERS, ONLY_SHOWN
+from controlplane.incidents.plans import NODE_ORDERS
 from controlplane.jobs.models import Job
 from controlplane.jobs.selectors import placeable, placeable_nodes
 from workers import triage
@@ -64,8 +64,6 @@ WINDOWS: dict[str, tuple[str, float]] = {
 }
 #: What a failure may call for that only a person on the spot can do.
 HANDS = triage.FOR_PEOPLE - {"contact_vendor"}
-#: States of a node that somebody has to see to before it takes work again.
-NOT_BACK = sorted(TAKEN_OUT | {NodeState.SUSPECT, NodeState.VALIDATING})
 #: So many of a failure's signals are shown, the first ones: each repeat is one more of them.
 SIGNALS_SHOWN = 5
 
@@ -225,13 +223,9 @@ class Impact:
     money: float | None
 
 
-def left_to_people(incident: Incident) -> bool:
-    """Whether something of an incident is left that no run mends: a person closes it."""
-    return _waits_for_hands(incident) or _is_unrepaired(incident)
-
-
-def _waits_for_hands(incident: Incident) -> bool:
-    """Of an incident of a job only a card that is to be examined: the rest is its nodes'."""
+def waits_for_hands(incident: Incident) -> bool:
+    """Whether what is left of an incident no run mends: a person closes it. Of an incident of a job
+    only a card that is to be examined: the rest is its nodes'."""
     of_nodes = incident.subject.startswith(("node/", "rack/", "switch/"))
     left = incident.failures.filter(needed__in=sorted(HANDS))
     if not of_nodes:
@@ -246,14 +240,6 @@ def _was_examined(failure: Failure) -> bool:
         return False
     since = failure.gpu.repairs.filter(at__gte=failure.observed_at)
     return since.filter(rung__in=(Rung.FIELD_DIAGNOSTIC, Rung.RMA)).exists()
-
-
-def _is_unrepaired(incident: Incident) -> bool:
-    """Whether a node's repair was called off or only shown, and the node is neither back in service
-    nor gone, by a person's doing or by a later repair."""
-    not_done = Q(state=RunState.CANCELLED) | Q(state_reason=ONLY_SHOWN)
-    repairs = incident.runs.filter(not_done, playbook="repair-node")
-    return repairs.filter(node__state__in=NOT_BACK).exists()
 
 
 def runs_of(incident: Incident) -> list[PlaybookRun]:

@@ -56,16 +56,22 @@ class _Stay:
     end: datetime
 
 
-def absences_of(job: Job, replica: int, since: datetime, until: datetime) -> list[Absence]:
+def pauses_of(job: Job, since: datetime, until: datetime) -> list[Interruption]:
+    """When its survivors stood still within this time."""
+    return list(job.interruptions.filter(committed_at__gte=since, started_at__lt=until))
+
+
+def absences_of(
+    job: Job, replica: int, since: datetime, until: datetime, pauses: Sequence[Interruption]
+) -> list[Absence]:
     """When a replica that was lost was away within this time, in order: what is back may be lost
-    again. Once its job has ended nobody misses it.
+    again. Once its job has ended nobody misses it. `pauses`: see `pauses_of`.
 
     It is away from when its peers lost it or its process ended: on a node whose fault is known it
     may train on. It is back with its first commit, wherever that is.
     """
     until = min(until, job.ended_at or until)
     stays = _stays(job, replica, since, until)
-    pauses = list(job.interruptions.filter(committed_at__gte=since, started_at__lt=until))
     lost = [max(since, pause.started_at) for pause in pauses if replica in pause.lost]
     left = [at for stay in stays for at in _left(job, replica, stay, lost)]
     back = [stay.begin for stay in stays]

@@ -256,7 +256,7 @@ _CONTENTION = ("55P03", "40P01", "23505")
 _CANCELED = "57014"
 #: The connection is lost or refused: the driver alone noticed (no state), or the server says that
 #: it has no room for one more, ends, or is still starting.
-_AWAY = ("08", "53", "57P")
+_AWAY = ("08", "53300", "57P")
 
 
 def _problem_of_database(error: BaseException | None) -> Problem | None:

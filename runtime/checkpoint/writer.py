@@ -195,9 +195,9 @@ class Writer:
         place = Path(asked["folder"])
         mount = self._demand_mounted(place)
         folder, rank, step = self._folder(asked), int(asked["rank"]), int(asked["step"])
-        if "within" not in asked:
-            self._demand_run(place, mounted_since=mount != self._mounts[str(place)])
-        self._mounts[str(place)] = mount
+        moved = mount != self._mounts[str(place)]
+        if "within" in asked or self._demand_run(place, mounted_since=moved):
+            self._mounts[str(place)] = mount
         before = self._before.get(str(folder)) or last_part(folder, rank)
         share, shares = int(asked["share"]), int(asked["shares"])
         shared = None if str(folder) in self._doubted else before
@@ -275,11 +275,12 @@ class Writer:
             raise OSError(f"nothing is mounted at {mount} any more, where {folder} was: mount it")
         return now
 
-    def _demand_run(self, folder: Path, *, mounted_since: bool) -> None:
-        """That this folder of all has the name of the run that we are of. Raises OSError if it has
-        another's: it was mounted after the job began."""
+    def _demand_run(self, folder: Path, *, mounted_since: bool) -> bool:
+        """That this folder of all has the name of the run that we are of; whether it has, for none
+        can be given to one that is full. Raises OSError if it has another's: it was mounted after
+        the job began."""
         if self._known_run and not mounted_since:
-            return
+            return True
         found = ""
         with contextlib.suppress(OSError):  # else who saves elsewhere could not if it is full
             found = run_of(folder, self._known_run)
@@ -289,6 +290,7 @@ class Writer:
                 f"has its run {found}: end the job, then it goes on from there"
             )
         self._known_run = found or self._known_run
+        return bool(found)
 
     def _left_alone(self, folder: Path) -> int:
         """How many of our saves there, up to the last, never had the parts of all: others save

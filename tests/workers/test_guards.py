@@ -588,6 +588,36 @@ def test_a_node_that_is_out_still_when_its_run_has_ended_counts_against_its_job_
     assert "limit 1" in first_words(run)
 
 
+def test_a_node_that_is_out_anew_counts_against_no_code_of_an_earlier_repair(
+    cluster: Cluster,
+) -> None:
+    ReservationFactory(
+        run__incident__cluster=cluster,
+        node=NodeFactory(cluster=cluster, state=NodeState.QUARANTINED),
+        code="xid-79",
+        released_at=timezone.now() - timedelta(days=90),
+    )
+    incidents.set_limit(PERSON, cluster.pk, Scope.CODE, 1, "one at a time")
+
+    assert drain(request(cluster, code="xid-79")).state == RunState.SUCCEEDED
+
+
+def test_a_person_s_order_to_a_node_that_is_out_does_not_hide_what_it_was_taken_out_for(
+    cluster: Cluster,
+) -> None:
+    out = NodeFactory(cluster=cluster, state=NodeState.QUARANTINED)
+    for code in ("xid-79", ""):
+        ReservationFactory(
+            run__incident__cluster=cluster, node=out, code=code, job=None,
+            released_at=timezone.now(),
+        )  # fmt: skip
+    incidents.set_limit(PERSON, cluster.pk, Scope.CODE, 1, "one at a time")
+    run = request(cluster, code="xid-79")
+    drain(run)
+
+    assert "failure code xid-79 (limit 1)" in first_words(run)
+
+
 def test_a_node_counts_against_the_code_that_it_was_taken_out_for_last(cluster: Cluster) -> None:
     out = NodeFactory(cluster=cluster, state=NodeState.QUARANTINED)
     for code in ("xid-79", "xid-48"):

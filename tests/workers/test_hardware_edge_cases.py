@@ -40,12 +40,10 @@ from tests.controlplane.ingest.door import wait_until
 from tests.factories import CheckpointFactory, FailureFactory, GpuFactory, ReplicaFactory
 from tests.workers.moving import commands
 from tests.workers.world import (
-    HEALTHY,
     World,
     answer,
     drain,
     pass_validation,
-    rejoin,
     reset_and_watched,
     run_of,
     saves_checkpoint,
@@ -256,57 +254,6 @@ def test_a_replica_whose_process_ended_waits_for_no_repair_that_is_only_shown(
     node = dies_of_its_card(world)
 
     went_on_and_left_suspect(world, node)
-
-
-def only_shown(world: World) -> Node:
-    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.DRY_RUN, "we look")
-    return dies_of_its_card(world)
-
-
-def rejected(world: World) -> Node:
-    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.APPROVE, "we look first")
-    node = dies_of_its_card(world)
-    incidents.reject(PERSON, Approval.objects.get(state="waiting").pk, "not tonight")
-    return node
-
-
-def called_off(world: World) -> Node:
-    fleet.set_hold(PERSON, world.placements[1].node_id, "hands off")
-    node = dies_of_its_card(world)
-    incidents.cancel_run(PERSON, run_of("repair-node").pk, "I look myself")
-    fleet.set_hold(PERSON, node.pk, "")
-    return node
-
-
-@pytest.mark.parametrize("unrepaired", [only_shown, rejected, called_off])
-def test_an_incident_stays_open_for_a_person_while_its_node_is_not_repaired(
-    unrepaired: Callable[[World], Node], world: World
-) -> None:
-    unrepaired(world)
-    rejoin(world, 1)
-    incident = Incident.objects.get()
-    left_open = incident.unresolved
-    incidents.resolve_by_hand(PERSON, incident.pk, "its card is on order")
-
-    assert run_of("replica-lost").state == RunState.SUCCEEDED
-    assert left_open
-    assert Incident.objects.get().state == IncidentState.RESOLVED
-
-
-@pytest.mark.parametrize("unrepaired", [only_shown, rejected, called_off])
-def test_a_node_that_a_person_had_returned_holds_no_incident_open(
-    unrepaired: Callable[[World], Node], world: World
-) -> None:
-    node = unrepaired(world)
-    incidents.order_node(PERSON, node.pk, "return", "its card was reseated")
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    rejoin(world, 1)
-
-    node.refresh_from_db()
-    assert node.state == NodeState.AVAILABLE
-    assert Incident.objects.get().state == IncidentState.RESOLVED
 
 
 def test_a_lesser_fault_does_not_take_the_headline(world: World) -> None:

@@ -302,6 +302,20 @@ def test_what_a_rack_shares_began_with_the_first_of_its_nodes_and_costs_all_of_t
     assert part == {"part": pricing.NODE_OUT, "gpu_seconds": 60.0}
 
 
+def test_what_a_rack_shares_did_not_begin_with_what_one_of_its_nodes_had_long_before(
+    world: World, rack: list[Node]
+) -> None:
+    world.kernel_says(rack[0], XID_54)
+    drain()
+    Incident.objects.update(occurred_at=timezone.now() - timedelta(days=20))
+    for node in rack[1:]:
+        world.kernel_says(node, XID_54)
+    drain()
+
+    shared = Incident.objects.exclude(state=IncidentState.RESOLVED).get()
+    assert shared.occurred_at > timezone.now() - timedelta(hours=1)
+
+
 def test_what_a_rack_shares_keeps_no_job_from_being_mended(world: World) -> None:
     rack = RackFactory(cluster=world.cluster)
     nodes = [world.placements[0].node, world.placements[1].node, world.spares[0]]

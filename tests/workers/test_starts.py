@@ -423,6 +423,23 @@ def test_a_node_that_was_silent_when_it_was_to_start_the_coordinator_is_not_pass
     assert unfinished("start_coordinator") == ["node-1"]
 
 
+def test_nor_is_it_where_that_it_failed_is_heard_once_its_order_was_over(world: World) -> None:
+    all_free(world)
+    begin(world, "wide", world_replicas=1)
+    drain()
+    node = Node.objects.get(name="node-1")
+    world.silence(node)
+    order = Command.objects.get(verb="start_coordinator")
+    fleet.expire_commands(timezone.now() + timedelta(hours=1))
+    at = (order.expires_at + timedelta(seconds=5)).timestamp()
+    failed = wire.CommandResult(id=order.pk, state="failed", at=at, error="its folder hangs")
+    fleet.record_command_result(node.pk, failed)
+    world.hear(node)
+    drain()
+
+    assert unfinished("start_coordinator") == ["node-1"]
+
+
 def test_a_silent_node_is_told_for_long_to_end_a_coordinator_that_nobody_knows(
     world: World,
 ) -> None:

@@ -243,7 +243,7 @@ def await_all(ctx: StepContext) -> Outcome:
 
 def trains_again(ctx: StepContext, at: datetime, text: str) -> Done:
     def apply() -> None:
-        key = f"restored/{at.timestamp()}"
+        key = f"restored/{ctx.values['replica']}/{at.timestamp()}"
         incidents.tell(ctx.incident, key, EntryKind.JOB, text, at=at)
         incidents.set_restored(ctx.run)
 

@@ -41,7 +41,7 @@ from workers.playbooks.base import (
 from workers.playbooks.node_steps import actor_of
 from workers.playbooks.orders import start_rank_command
 from workers.playbooks.replica_lost import runs_on, see_ended
-from workers.playbooks.together import left_of, order_ends
+from workers.playbooks.together import left_of, order_ends, ran_out
 
 #: A node that is heard starts a rank within this many seconds, or the move is given up.
 START_ORDER_S = 20.0
@@ -133,7 +133,7 @@ def free_node(ctx: StepContext) -> Outcome:
     if not left:
         return Done(text=f"{moved}; {node.name} is free", apply=free)
     [(_, stop)] = left
-    if stop and stop.state == CommandState.EXPIRED and losses.was_silent(node.pk, stop.created_at):
+    if stop and ran_out(stop) and losses.was_silent(node.pk, stop.created_at):
         stop = None  # that it left it unanswered says nothing of the process
     if stop is not None and stop.state in COMMAND_FINISHED:
         return Ask(text=f"{moved}; {node.name} does not say that its old process has ended")

@@ -92,7 +92,14 @@ def went_unheard(ctx: StepContext, command: Command) -> bool:
     """Whether an order of this step came to nothing since its node was silent: it is no fault of
     the node's, and is given once more."""
     since = ctx.step.started_at or command.created_at
-    return command.state == CommandState.EXPIRED and losses.was_silent(command.node_id, since)
+    return ran_out(command) and losses.was_silent(command.node_id, since)
+
+
+def ran_out(command: Command) -> bool:
+    """Whether an order came to nothing while it was valid, also if what failed then was heard."""
+    at = command.finished_at
+    late = command.state == CommandState.FAILED and at is not None and at > command.expires_at
+    return late or command.state == CommandState.EXPIRED
 
 
 def left_of(ctx: StepContext, placements: Sequence[Placement]) -> list[Left]:

@@ -150,8 +150,10 @@ def _shared(node: Node, failure: Failure, subject: str, where: str, there: Q) ->
         code=failure.code,
         state__in=INCIDENT_UNRESOLVED,
     )
-    # It began with the first of them, not with the one that made them many.
-    seen = [failure.observed_at, *others.values_list("occurred_at", flat=True)]
+    # It began with the first of them, not with the one that made them many. What is older was not
+    # of one cause with it.
+    of_now = others.filter(occurred_at__gte=failure.observed_at - SHARED_WITHIN)
+    seen = [failure.observed_at, *of_now.values_list("occurred_at", flat=True)]
     shared = open_or_merge(
         f"{subject}/{failure.code}"[:100],
         cluster_id=node.cluster_id,

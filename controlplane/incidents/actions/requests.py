@@ -42,7 +42,7 @@ from controlplane.incidents.models import (
 from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
 from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
-from controlplane.incidents.selectors import left_to_people
+from controlplane.incidents.selectors import waits_for_hands
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placement, Replica
@@ -319,7 +319,7 @@ def _let_go_on_within(incident: Incident | None, before: Incident | None, node: 
     if before.subject == f"node/{node.pk}":
         if not before.failures.filter(needed__in=sorted(FOR_PEOPLE)).exists():
             merge_into(incident, [before])
-    elif not left_to_people(before):
+    elif not waits_for_hands(before):
         resolve(SYSTEM, before.pk, f"the repair of {node.name} goes on in “{incident.title}”")
 
 

@@ -51,6 +51,8 @@ TOLD = (
 )
 #: Clocks may differ by so much.
 MAX_AHEAD = timedelta(minutes=5)
+#: So far apart the moments of one message are at most that comes twice by a clock that is wrong.
+TOLD_AGAIN = timedelta(seconds=30)
 #: What a rank has just sent cannot be of the future, nor older than its POST and our queue take:
 #: if it says so by more than this, in seconds, its clock is wrong, and its times are moved to ours.
 AHEAD_S, BEHIND_S = 1.0, CLOCKS_DIFFER.total_seconds()
@@ -134,6 +136,10 @@ def _record_hello(job: Job, batch: client.Batch, message: client.Hello) -> None:
 
 def _record_progress(job: Job, batch: client.Batch, message: client.Progress) -> None:
     at = _moment(message.at)
+    first = message.step - message.steps + 1
+    goes_back = message.whole and (message.epoch, first) <= (job.epoch, job.step)
+    if goes_back and _is_known(job, message, at):
+        return  # told again
     _moved(job, batch.placement, batch.replica, at)  # only one that trains tells of commits
     ProgressSample.objects.update_or_create(
         job=job,
@@ -152,11 +158,10 @@ def _record_progress(job: Job, batch: client.Batch, message: client.Progress) ->
     )
     if not _is_news(job, batch, message):
         return  # told late, or again
-    first = message.step - message.steps + 1
-    if message.whole and (message.epoch, first) <= (job.epoch, job.step):
-        # Where all start anew by a higher epoch, this is one that found no checkpoint any more.
-        job.recomputed_steps += job.ledger_step + 1
-        _take_back_ledger(job, 0)
+    if goes_back and first <= job.ledger_step:
+        # Its ledger goes on only from a later epoch by itself; this start could not count them all.
+        job.recomputed_steps += job.ledger_step - first + 1
+        _take_back_ledger(job, first)
     job.step = message.step
     job.step_at = at
     job.epoch = message.epoch
@@ -182,10 +187,21 @@ def _is_news(job: Job, batch: client.Batch, message: client.Progress) -> bool:
     if message.epoch >= job.epoch:
         return (message.epoch, _moment(message.at)) > (job.epoch, job.step_at)
     # What lives as one and finds no checkpoint any more counts its epochs from the first again.
-    began = Placement.objects.filter(
-        pk=batch.placement, replica__job=job, created_at__gt=job.step_at
+    if not message.whole:
+        return False
+    own = Placement.objects.filter(pk=batch.placement, replica__job=job)
+    if not own.exists():  # its own scheduler started it, nobody knows when
+        return message.step < message.steps and _moment(message.at) > job.step_at
+    return own.filter(created_at__gt=job.step_at).exclude(state=PlacementState.ENDED).exists()
+
+
+def _is_known(job: Job, message: client.Progress, at: datetime) -> bool:
+    """Whether it was told before: by a clock that is wrong at another moment, but not much later.
+    One that begins anew makes the same steps, and needs longer to come to them."""
+    told = ProgressSample.objects.filter(
+        job=job, step=message.step, epoch=message.epoch, steps=message.steps
     )
-    return message.whole and began.exclude(state=PlacementState.ENDED).exists()
+    return told.filter(at__range=(at - TOLD_AGAIN, at + TOLD_AGAIN)).exists()
 
 
 def _record_ledger(job: Job, message: client.Ledger) -> None:

@@ -228,6 +228,33 @@ def test_where_it_begins_anew_the_ledger_begins_anew_too(placement: Placement, e
     assert [one.epoch for one in LedgerRange.objects.filter(job=job)] == [1]
 
 
+def test_progress_that_is_told_again_takes_no_ledger_back(placement: Placement) -> None:
+    tell(placement, progress(9, whole=True), ledger(0, 9))
+    tell(placement, progress(9, at=1002.5, whole=True))  # by a clock that is ahead, more slowly
+
+    job = job_of(placement)
+    assert (job.ledger_step, job.recomputed_steps) == (9, 0)
+
+
+def test_a_start_that_has_the_number_of_another_takes_back_what_it_trains_again(
+    placement: Placement,
+) -> None:
+    tell(placement, progress(19, whole=True), ledger(0, 9), ledger(10, 19))
+    tell(anew(placement), progress(14, at=time.time(), whole=True))
+
+    job = job_of(placement)
+    assert (job.ledger_step, job.recomputed_steps) == (9, 10)
+
+
+def test_what_its_own_scheduler_starts_anew_is_heard_too(placement: Placement) -> None:
+    tell(placement, progress(9, epoch=5, whole=True), ledger(0, 9, epoch=5))
+    unknown = Placement(pk="pid-7", replica=placement.replica)
+    tell(unknown, progress(4, at=time.time(), whole=True), ledger(0, 4))
+
+    job = job_of(placement)
+    assert (job.epoch, job.step, job.ledger_step) == (1, 4, 4)
+
+
 def test_one_that_goes_on_keeps_the_ledger_of_the_steps_before(placement: Placement) -> None:
     tell(placement, progress(9, whole=True), ledger(0, 9))
     tell(placement, progress(14, at=1001.0, whole=True), ledger(10, 14))

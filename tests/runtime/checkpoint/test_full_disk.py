@@ -178,6 +178,27 @@ def test_a_shared_folder_that_is_mounted_after_the_first_save_is_saved_to(tmp_pa
     assert trainer.told.troubles() == []
 
 
+def test_one_that_was_full_when_it_was_mounted_has_the_run_s_name_once_it_is_not(
+    tmp_path: Path,
+) -> None:
+    trainer, folder = OneRank(tmp_path / "state"), tmp_path / "state"
+    trainer.save_all(1)
+    before = known_run(trainer.saver.folders.shared)
+    mount("-t", "tmpfs", "-o", "nr_inodes=2", "none", folder)
+    try:
+        trainer.save(2)
+        trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+        mount("-o", "remount,nr_inodes=500", folder)
+        trainer.save_all(3)
+        trainer.saver.finish()
+        run = known_run(trainer.saver.folders.shared)
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+    assert run == before != ""
+    assert trainer.told.troubles() == ["checkpoint_failed", "checkpoint_recovered"]
+
+
 def test_nothing_is_saved_to_a_folder_of_another_run_that_is_mounted_later(tmp_path: Path) -> None:
     trainer, folder = OneRank(tmp_path / "state"), tmp_path / "state"
     trainer.save_all(1)
@@ -185,9 +206,9 @@ def test_nothing_is_saved_to_a_folder_of_another_run_that_is_mounted_later(tmp_p
     mount("-t", "tmpfs", "none", folder)
     try:
         theirs = run_of(shared)
-        for step in (2, 3):
-            trainer.save(step)
-            trainer.told.until(lambda: not trainer.saver.delivery._asked)
+        trainer.save(2)
+        trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
+        trainer.save(3)
         trainer.saver.finish()
         saved = store.candidates(shared)
     finally:
