@@ -109,26 +109,14 @@ class WholeJob:
         `data_part`: which part of each step's shards this rank computes, from 0, and of how many:
         its place among those that divide the batch, `(mesh["dp"].get_local_rank(),
         mesh["dp"].size())`, or `(0, 1)` where all ranks take the same samples; may be left away
-        with one rank. A step that takes
-        `stalled_after_s` seconds, and 20 times as long as usual, is told of as `stalled`, by each
-        rank with the place in its script; 0 for never.
+        with one rank. A step that takes `stalled_after_s` seconds, and 20 times as long as usual,
+        is told of as `stalled`, by each rank with the place in its script; 0 for never.
 
         Raises RuntimeError unless the default process group is that of all ranks of the job, and
         ValueError for a job of several replicas, for a process that is to stand by for another,
         for what DeepSpeed has divided, unless its `EngineState` is given, and for a `data_part`
         that there is not, or that is not said."""
-        if job.world_replicas > 1:
-            raise ValueError(
-                f"this job has {job.world_replicas} replicas ({ENV_WORLD_REPLICAS}), which would "
-                "all save to one folder: a WholeJob is one replica of all its ranks. Start it as "
-                "one, each with a name and a state folder of its own if you want several"
-            )
-        if job.standby:
-            raise ValueError(
-                f"{ENV_STANDBY} is {job.standby!r}, and nobody can follow a WholeJob from step to "
-                "step: it would train beside it, into the same folder. To move it end it, then "
-                "start it elsewhere: it goes on from its newest checkpoint"
-            )
+        _demand_one_whole(job)
         self.samples = _samples_of(job, batches, data_part)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         parts: list[tuple[str, Any]] = [("the optimizer", one) for one in optimizers]
@@ -636,6 +624,22 @@ class WholeJob:
         if digest_of(restored, as_laid_out(part.table)) != part.digest:
             text = "what was put back is not what was saved: some load_state_dict gives back less"
             self.job.trouble("checkpoint_not_restored", text)
+
+
+def _demand_one_whole(job: Job) -> None:
+    """Raises ValueError for a job of several replicas, and for a process that stands by."""
+    if job.world_replicas > 1:
+        raise ValueError(
+            f"this job has {job.world_replicas} replicas ({ENV_WORLD_REPLICAS}), which would "
+            "all save to one folder: a WholeJob is one replica of all its ranks. Start it as "
+            "one, each with a name and a state folder of its own if you want several"
+        )
+    if job.standby:
+        raise ValueError(
+            f"{ENV_STANDBY} is {job.standby!r}, and nobody can follow a WholeJob from step to "
+            "step: it would train beside it, into the same folder. To move it end it, then "
+            "start it elsewhere: it goes on from its newest checkpoint"
+        )
 
 
 def _samples_of(
