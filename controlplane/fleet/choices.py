@@ -100,6 +100,8 @@ class CommandState(TextChoices):
     EXPIRED = "expired", "Expired"  # no word from the agent in time
 
 
+#: What an order may be in that has no end yet. A list: an index's condition has it in this order.
+COMMAND_PENDING = [CommandState.QUEUED, CommandState.DELIVERED]
 COMMAND_FINISHED = frozenset(
     {CommandState.DONE, CommandState.FAILED, CommandState.REFUSED, CommandState.EXPIRED}
 )

@@ -7,7 +7,14 @@ from functools import partial
 from django.db import models
 from django.db.models import F, Q
 
-from controlplane.fleet.choices import COLOURS, TRANSIENT, CommandState, NodeState, Rung
+from controlplane.fleet.choices import (
+    COLOURS,
+    COMMAND_PENDING,
+    TRANSIENT,
+    CommandState,
+    NodeState,
+    Rung,
+)
 from controlplane.ids import new_id
 
 
@@ -252,10 +259,6 @@ class RepairRecord(models.Model):
                 name="repair_once_per_step",
             )
         ]
-
-
-#: What an order may be in that has no end yet.
-COMMAND_PENDING = [CommandState.QUEUED, CommandState.DELIVERED]
 
 
 class Command(models.Model):

@@ -13,8 +13,8 @@ from controlplane.accounts.actions import audit
 from controlplane.accounts.models import Actor
 from controlplane.errors import Refused
 from controlplane.fleet.changes import change, touch
-from controlplane.fleet.choices import CommandState
-from controlplane.fleet.models import COMMAND_PENDING, Command, Node
+from controlplane.fleet.choices import COMMAND_PENDING, CommandState
+from controlplane.fleet.models import Command, Node
 from controlplane.ids import new_id
 from node_agent import wire
 
