@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -59,9 +59,10 @@ def as_laid_out(table: Table) -> Due:
     return lambda name, _tensor: there.get(name, "now")
 
 
-#: What is taken on in one go of a copy that two threads make: many small tensors, or a large one.
+#: What one thread of several takes on in one go of a copy: many small tensors, or a large one.
 BATCH_BYTES = 4 << 20
-#: What is taken from a card in one go where it is looked at or sent, and not kept.
+#: What of a large tensor is copied in one go beside the training, and what is taken from a card
+#: where it is looked at or sent, and not kept.
 SLICE_BYTES = 16 << 20
 #: Where tensors that are one are kept once. Elsewhere loading could take them apart, and a state
 #: that was loaded would not have the digest of the one that was saved.
@@ -169,11 +170,31 @@ def sample_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A tensor that is still to be copied."""
+    """A tensor that is still to be copied, or a slice of one."""
 
     piece: Piece
     tensor: torch.Tensor
     mark: Mark | None = None  # of one that steps do not change
+
+
+def parts_of(piece: Piece, tensor: torch.Tensor) -> Iterator[Part]:
+    """All of a tensor, so that nobody has to wait long for what another has begun of it."""
+    if piece.bytes <= SLICE_BYTES or not is_in_order(tensor):
+        yield Part(piece, tensor)
+        return
+    flat = tensor.detach().view(-1)
+    count, size = flat.numel(), flat.element_size()
+    step = SLICE_BYTES // size
+    for at in range(0, count, step):
+        part = flat[at : at + step]
+        begin = piece.offset + at * size
+        yield Part(replace(piece, shape=[len(part)], offset=begin, bytes=len(part) * size), part)
+
+
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether its memory, as it lies there, is a copy of it."""
+    mirrored = tensor.is_conj() or tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not mirrored
 
 
 class Changed(RuntimeError):
@@ -217,6 +238,7 @@ class Copying:
         #: what a card copies, until it has: freed memory is soon that of another tensor
         self._held = layout.tensors if self._stream is not None else []
         self._awaited = False  # the training waits for it
+        self._shared_out = False  # several threads may copy, each by itself
         self.finished = threading.Event()
         try:
             self._begin(layout, steady)
@@ -240,8 +262,12 @@ class Copying:
                     continue
                 calm = layout.due[place] == "whenever" and tensor.data_ptr() in steady
                 mark = mark_of(tensor) if calm and self._stream is None else None
-                (self._rest if mark is None else self._steady).append(Part(piece, tensor, mark))
+                if mark is None:
+                    self._rest.extend(parts_of(piece, tensor))
+                else:
+                    self._steady.append(Part(piece, tensor, mark))
         self._buffer[at:] = bytes(self.table.bytes - at)
+        self._shared_out = True
 
     def finish(
         self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
@@ -283,11 +309,13 @@ class Copying:
 
     def wait(self, *, whole: bool = False) -> None:
         """Until all is copied that a step changes: before one is applied. `whole`: until it is
-        finished, before the state is replaced. Whoever waits helps."""
+        finished, before the state is replaced. Whoever waits helps, on as many threads as torch
+        computes on."""
         began = time.monotonic()
         self._awaited = True
         try:
             if self._stream is None:
+                self._call_for_help()
                 while self._copy_next(self._rest) or (whole and self._copy_next(self._steady)):
                     pass
         except BaseException as error:  # a signal's handler raised, in the middle of anything
@@ -300,6 +328,21 @@ class Copying:
                 self._changed.wait_for(self._is_settled)
         self._awaited = False
         self.waited_s += time.monotonic() - began
+
+    def _call_for_help(self) -> None:
+        """Threads beside the one that waits and the one that finishes it, where that pays."""
+        with self._changed:
+            left = sum(part.piece.bytes for part in self._rest)
+        for _ in range(min(torch.get_num_threads() - 2, left // SLICE_BYTES)):
+            helper = threading.Thread(target=self._help, name="drydock-copy", daemon=True)
+            try:
+                helper.start()
+            except RuntimeError:  # no more threads: the copy takes longer, that is all
+                return
+
+    def _help(self) -> None:
+        while self._copy_next(self._rest):
+            pass
 
     def _is_settled(self) -> bool:
         """Whether all is copied that a step changes."""
@@ -363,16 +406,25 @@ class Copying:
         """From a card it is only begun."""
         if not piece.bytes:
             return
-        kind = tensor.dtype
-        whole = self._typed.get(kind)
-        size = kind.itemsize
-        if whole is None:
-            count = len(self._buffer) // size
-            whole = self._typed[kind] = torch.frombuffer(self._buffer, dtype=kind, count=count)
-        into = whole.narrow(0, piece.offset // size, piece.bytes // size)
+        if self._shared_out and is_in_order(tensor):
+            # Torch's threads would stand in each other's way, and in that of the step.
+            into = self._numbers(torch.uint8).data_ptr() + piece.offset
+            ctypes.memmove(into, tensor.data_ptr(), piece.bytes)  # without the interpreter's lock
+            return
+        size = tensor.dtype.itemsize
+        whole = self._numbers(tensor.dtype)
+        place = whole.narrow(0, piece.offset // size, piece.bytes // size)
         # What lies on another card than the rest would be copied on a stream of that one's.
         beside = self._stream is not None and tensor.device == self._stream.device
-        into.view(tensor.shape).copy_(tensor, non_blocking=beside)
+        place.view(tensor.shape).copy_(tensor, non_blocking=beside)
+
+    def _numbers(self, kind: torch.dtype) -> torch.Tensor:
+        """All of the copy's memory, as numbers of this kind."""
+        whole = self._typed.get(kind)
+        if whole is None:
+            count = len(self._buffer) // kind.itemsize
+            whole = self._typed[kind] = torch.frombuffer(self._buffer, dtype=kind, count=count)
+        return whole
 
 
 def stream_beside(

@@ -1,4 +1,4 @@
-"""A copy that two threads make: whole, in order, and failed on neither side unseen."""
+"""A copy that several threads make: whole, in order, and failed on no side unseen."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -83,11 +84,76 @@ def test_who_waits_helps_and_the_copy_is_whole() -> None:
     assert copying.waited_s > 0
 
 
-@pytest.mark.parametrize("batch", [0, 600, 1 << 20])
+class Meeting(Copying):
+    """Each thread that copies waits at its first piece until so many have come."""
+
+    def __init__(self, threads: int) -> None:
+        self.met: set[int] = set()
+        self.barrier = threading.Barrier(threads)
+        super().__init__(STATE, 7, due=later)
+
+    def _copy(self, piece: Piece, tensor: torch.Tensor) -> None:
+        me = threading.get_ident()
+        if me not in self.met:
+            self.met.add(me)
+            self.barrier.wait(PATIENCE_S)
+        super()._copy(piece, tensor)
+
+
+def finished_while_awaited(copying: Copying) -> Staged:
+    """By a thread of its own, while this one waits."""
+    with ThreadPoolExecutor(1) as pool:
+        finishing = pool.submit(copying.finish)
+        copying.wait()
+        return finishing.result(PATIENCE_S)
+
+
+def test_where_torch_computes_on_more_threads_so_many_copy_what_the_step_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(snapshot, "SLICE_BYTES", 1000)
+    copying = Meeting(5)
+
+    copied = finished_while_awaited(copying)
+
+    assert len(copying.met) == 5
+    assert copied.digest == Copying(STATE, 7, due=later).finish().digest
+
+
+def test_no_thread_is_begun_for_a_little_or_once_there_are_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[str] = []
+
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            started.append(self.name)
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    little, much = (Copying(STATE, 7, due=later) for _ in range(2))
+    monkeypatch.setattr(threading, "Thread", Refused)
+
+    little.wait()
+    for_a_little = list(started)
+    monkeypatch.setattr(snapshot, "SLICE_BYTES", 1000)
+    much.wait()
+
+    assert (for_a_little, started) == ([], ["drydock-copy"])
+    assert (
+        little.finish().digest
+        == much.finish().digest
+        == Copying(STATE, 7, due=later).finish().digest
+    )
+
+
+@pytest.mark.parametrize(("batch", "part"), [(0, SLICE_BYTES), (600, 40), (1 << 20, 1000)])
 def test_tensors_of_any_kind_are_copied_however_many_at_a_time(
-    batch: int, monkeypatch: pytest.MonkeyPatch
+    batch: int, part: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(snapshot, "BATCH_BYTES", batch)
+    monkeypatch.setattr(snapshot, "SLICE_BYTES", part)
     kinds = {
         "none": torch.zeros(0, 3),
         "number": torch.tensor(7, dtype=torch.int16),
@@ -100,7 +166,8 @@ def test_tensors_of_any_kind_are_copied_however_many_at_a_time(
         "large": torch.randn(64, 64),
     }
 
-    copied = state_of(stage({**kinds, "again": dict(kinds)}, 7))
+    copying = Copying({**kinds, "again": dict(kinds)}, 7, due=later)
+    copied = state_of(copying.finish())
 
     again = copied.pop("again")
     for found in (copied, again):
