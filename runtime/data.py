@@ -175,13 +175,21 @@ class Batches:
         """What has changed since a checkpoint told that, in words; "" if nothing is known to have.
         Raises ValueError for another fingerprint."""
         for what, ours in self.told.items():
-            theirs = told.get(what, "")
-            if not ours or not theirs or ours == theirs:
+            theirs = told.get(what, ours)  # older versions told nothing
+            if ours == theirs:
                 continue
-            said = f"the {what} of the dataset was {theirs!r}, and is {ours!r}"
+            if ours and theirs:
+                said = f"the {what} of the dataset was {theirs!r}, and is {ours!r}"
+                if what == "fingerprint":
+                    raise ValueError(f"{said}: resume with the same data, or start a new job")
+                return f"{said}: the ids of the steps to come are other samples than they were"
             if what == "fingerprint":
-                raise ValueError(f"{said}: resume with the same data, or start a new job")
-            return f"{said}: the ids of the steps to come are other samples than they were"
+                has = f"the fingerprint {ours!r}" if ours else "no fingerprint"
+                had = repr(theirs) if theirs else "none"
+                return (
+                    f"the dataset has {has}, and had {had}: nothing shows whether the ids of the "
+                    "steps to come are the samples that they were"
+                )
         return ""
 
     def shard(self, step: int, index: int) -> Shard:

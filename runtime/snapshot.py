@@ -272,11 +272,11 @@ class Copying:
     def finish(
         self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
     ) -> Staged:
-        """Copy what is left; may be called on another thread, once. `copied` is told now and then
-        up to which byte the copy is there, unless the training waits for it: then nobody should
-        begin anything else. Of one that comes from a card it is told at the end. `give_way`: as
-        soon as nobody waits for what is left, and from then on. Raises what made the copy fail, as
-        Changed."""
+        """Copy what is left, on any thread; asked once more it finds nothing left. `copied` is
+        told now and then up to which byte the copy is there, unless the training waits for it: then
+        nobody should begin anything else. Of one that comes from a card it is told at the end.
+        `give_way`: as soon as nobody waits for what is left, and from then on. Raises what made the
+        copy fail, as Changed."""
         try:
             try:
                 while self._copy_next(self._rest):

@@ -19,7 +19,7 @@ from typing import Any
 from runtime.checkpoint import store
 from runtime.checkpoint.manifest import shown
 from runtime.image import Damaged
-from runtime.ledger.check import Entry, Report, check, shards_of
+from runtime.ledger.check import Entry, Report, Weights, check, shards_of
 from runtime.ledger.record import SampleLedger
 
 UNREADABLE = 2
@@ -33,12 +33,12 @@ MALFORMED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = _asked(arguments)
     try:
-        entries = read(asked.path)
+        entries, weights = read(asked.path)
         if asked.step is not None:
             shards = shards_of(entries, asked.step)
             print(json.dumps(shards) if asked.json else _shards_in_words(shards))  # noqa: T201
             return 0
-        report = check(entries)
+        report = check(entries, weights)
     except (OSError, ValueError, Damaged, *MALFORMED) as error:
         told = isinstance(error, OSError | ValueError | Damaged)
         named = str(error) if told else f"no ledger: {shown(error)} is missing or wrong"
@@ -51,22 +51,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.whole else 1
 
 
-def read(paths: Sequence[Path]) -> list[Entry]:
-    """The entries that a checkpoint or files hold.
+def read(paths: Sequence[Path]) -> tuple[list[Entry], Weights | None]:
+    """The entries that a checkpoint or files hold, and the weights of the checkpoint.
 
     Raises OSError, ValueError or Damaged if there is nothing of that kind, and ValueError if of
     several pages the last one is missing: what they hold would look whole.
     """
+    if len(paths) == 1 and paths[0].is_dir():
+        return _of_checkpoint(paths[0])
     pages = [_page(path) for path in paths]
     if all(following for _entries, following in pages):
         raise ValueError(f"there are more pages: give them too, from {pages[-1][1]} on")
-    return [entry for entries, _following in pages for entry in entries]
+    return [entry for entries, _following in pages for entry in entries], None
 
 
 def _page(path: Path) -> tuple[list[Entry], str | None]:
     """Its entries, and where the next page is, if it is one of several."""
-    if path.is_dir():
-        return _of_checkpoint(path), None
     told = json.loads(path.read_text())
     return (told["results"], told.get("next")) if isinstance(told, dict) else (told, None)
 
@@ -99,7 +99,7 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _of_checkpoint(path: Path) -> list[Entry]:
+def _of_checkpoint(path: Path) -> tuple[list[Entry], Weights]:
     staged = next(filter(None, map(store.verified, store.found_in(path))), None)
     if staged is None:
         raise ValueError("there is no whole checkpoint in this folder")
@@ -108,7 +108,9 @@ def _of_checkpoint(path: Path) -> list[Entry]:
     state: dict[str, Any] = state_of(staged)
     ledger = SampleLedger(state["batches"])
     ledger.load_state_dict(state["ledger"])
-    return [asdict(entry) for entry in ledger.since()]
+    # What may be saved before a step's edge says which of its shards were taken.
+    weights = Weights(step=int(state["step"]), ahead="taken" in state)
+    return [asdict(entry) for entry in ledger.since()], weights
 
 
 def _shards_in_words(shards: list[dict[str, Any]]) -> str:

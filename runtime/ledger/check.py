@@ -32,6 +32,15 @@ WORDS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Those of the checkpoint that a ledger is in."""
+
+    step: int  # the last one that made them
+    #: They may have one step more than the ledger, which whoever goes on from them enters.
+    ahead: bool
+
+
 @dataclass(kw_only=True)
 class DataEpoch:
     """What became of the samples of one pass over the data."""
@@ -64,8 +73,8 @@ class Report:
         return not self.problems
 
 
-def check(entries: Sequence[Entry]) -> Report:
-    """Check a whole ledger.
+def check(entries: Sequence[Entry], weights: Weights | None = None) -> Report:
+    """Check a whole ledger. `weights`: None where it is in no checkpoint.
 
     Raises ValueError if the samples' order is not told, or not known to this version.
     """
@@ -82,6 +91,8 @@ def check(entries: Sequence[Entry]) -> Report:
         reached = entry["step_to"] + 1
     if not ordered[-1]["proof"]:
         report.problems.append(f"step {ordered[-1]['step_from']}: no proof up to the end")
+    if weights is not None:
+        _compare(weights, reached, census, report)
     report.epochs = census.close()
     report.problems += [
         f"step {census.first_step(one.epoch)} and after: {one.duplicated} samples of data epoch "
@@ -197,6 +208,22 @@ def _recount(entry: Entry, fates: list[int], before: str, census: Census, report
     elif BY_SOMEBODY in fates:
         report.problems.append(f"step {first}: no proof up to step {last}, from an older version")
     return str(entry["proof"])
+
+
+def _compare(weights: Weights, reached: int, census: Census, report: Report) -> None:
+    """Whether a ledger that ends before step `reached` has the steps that made the weights."""
+    step, batches = weights.step, census.batches
+    if weights.ahead and step == reached:
+        census.count(step, batches.ids(step, step + 1), [UNKNOWN] * batches.shards)
+        report.notes.append(
+            f"step {step} is in the weights and not in the ledger yet: they were saved before the "
+            "step's edge, and whoever goes on from them enters it"
+        )
+    elif step != reached - 1:
+        report.problems.append(
+            f"step {min(step + 1, reached)} and after: the weights are of step {step}, and the "
+            f"ledger ends with step {reached - 1}"
+        )
 
 
 def _proof_after(proof: str, first: int, checksums: torch.Tensor, fates: list[int]) -> str:

@@ -33,9 +33,7 @@ from runtime.replica.shape import misfit
 log = logging.getLogger("drydock.coordinator")
 
 PING_S = 0.5  # how often each peer is asked for a sign of life
-PEER_SILENT_S = 2.0  # a member that answered nothing for so long is dead
 NEWCOMER_SILENT_S = 20.0  # a newcomer may be busy importing or loading
-ABSENT_S = 2.0  # after our own restart: how long a member of the record has to come back
 HANDOVER_S = 15.0  # how long a predecessor that was told to end may take
 #: What a replica says of itself when it joins, at the least.
 OF_A_JOIN = (
@@ -129,7 +127,7 @@ class Coordinator(Epochs):
             if asked is None or asked.holder is not None:
                 asked = Asked(None, 0, self.clock())
             since = max(asked.since, self.started, self.woke)
-            if self.was_frozen() or self.clock() - since <= ABSENT_S:
+            if self.was_frozen() or self.clock() - since <= self.silent_s:
                 return asked
             self.lose(replica, "heartbeat")
             return ""
@@ -139,8 +137,8 @@ class Coordinator(Epochs):
             return Asked(holder, holder.ping(), self.clock())
         if holder.answered < asked.ping:
             now = self.clock()
-            asked_long_ago = now - max(asked.since, self.woke) > PEER_SILENT_S
-            if not (asked_long_ago and now - holder.spoke > silence_of(holder)):
+            asked_long_ago = now - max(asked.since, self.woke) > self.silent_s
+            if not (asked_long_ago and now - holder.spoke > self.silence_of(holder)):
                 return asked
             self.gone(holder, "heartbeat")
             return self.place_of(first, None)
@@ -448,14 +446,14 @@ class Coordinator(Epochs):
         for peer in list(self.peers.values()):
             if late > TICK_S:
                 peer.heard += late
-            if now - peer.heard > silence_of(peer) and not cut_off:
+            if now - peer.heard > self.silence_of(peer) and not cut_off:
                 self.gone(peer, "heartbeat")
         if now - self.last_ping >= PING_S:
             self.last_ping = now
             for peer in self.peers.values():
                 peer.ping()
         there_for = now - max(self.started, self.woke)
-        if there_for > (ABSENT_BROKEN_S if self.broken_at else ABSENT_S) and not cut_off:
+        if there_for > (ABSENT_BROKEN_S if self.broken_at else self.silent_s) and not cut_off:
             for replica in [r for r in self.alive if r not in self.peers]:
                 self.lose(replica, "heartbeat")
         for text in self.claims.overdue(now, UNDECIDED_S):
@@ -464,10 +462,11 @@ class Coordinator(Epochs):
                 peer.tell(op="undecided", text=text)
         self.settle()
 
-
-def silence_of(peer: Peer) -> float:
-    """For how long it may be silent."""
-    return PEER_SILENT_S if peer.phase in ("member", "ready") else NEWCOMER_SILENT_S
+    def silence_of(self, peer: Peer) -> float:
+        """For how long it may be silent."""
+        if peer.phase in ("member", "ready"):
+            return self.silent_s
+        return max(self.silent_s, NEWCOMER_SILENT_S)
 
 
 def main() -> None:
@@ -487,6 +486,7 @@ def main() -> None:
             given.world,
             given.min_replicas,
             lease_s=given.lease,
+            silent_s=given.silence,
             any_claim=given.adopt == "any",
         )
     except Unusable as error:

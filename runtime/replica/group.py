@@ -259,13 +259,13 @@ class ReplicaGroup:
         self._left = True
         if goodbye:
             self._observer.ended(self.state)
-        self._loop.close(goodbye=goodbye)
         if not self.job.rank:  # which speaks for its replica
             now = time.time()
             step = self.state.committed
             because = BECAUSE.get(reason, "")
             told = Stopped(step=step, reason=reason, at=now, clean=goodbye, because=because)
-            self.job.sender.tell(told)
+            self.job.sender.tell(told)  # before what may take longer than we have to live
+        self._loop.close(goodbye=goodbye)
         self._rank.close()
         self._batches.close()
         self.job.sender.close(3.0)

@@ -25,6 +25,7 @@ BEAT_S = 1.0
 #: which members that were not heard of may be replaced: one that sleeps, and wakes up when its
 #: place is taken, still ends before anybody else trains.
 SILENT_S = 3.0
+AWAY_S = 60.0  # no more often is it logged, for one reason, that the folder takes no sign
 
 
 class Keeper:
@@ -85,6 +86,7 @@ class Keeper:
             log.warning("record_not_released error=%s", error)
 
     def _run(self, on_lost: Callable[[], object]) -> None:
+        told, tell_at = "", 0.0
         while not self._ended.wait(BEAT_S):
             try:
                 self._demand_record()
@@ -95,7 +97,10 @@ class Keeper:
                     return
                 self._beat()  # also where somebody removed it: nobody has taken over
             except OSError as error:
-                log.warning("no_sign_of_life path=%s error=%s", self._path, error)
+                why, now = str(error), time.monotonic()
+                if why != told or now >= tell_at:
+                    told, tell_at = why, now + AWAY_S
+                    log.warning("no_sign_of_life path=%s error=%s", self._path, why)
 
     def _demand_record(self) -> None:
         """Raises FileNotFoundError where it was there and is not any more: its folder was

@@ -19,7 +19,7 @@ from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import TOLD_TO_END, Because, CheckpointSaved
 from runtime.data import Shard
 from runtime.replica.gradients import Tail, Wishes
-from runtime.replica.link import Link, Refused
+from runtime.replica.link import STILL_AWAY_S, Link, Refused
 from runtime.replica.membership import REJOINS, Severed, Silent
 from runtime.replica.rank import Rank
 from runtime.replica.siblings import Sibling, Siblings
@@ -175,7 +175,7 @@ class Leader:
     # --- one step -------------------------------------------------------------------------------
 
     def _finish_step(self) -> Tail:
-        """Sum, and commit. Raises Severed, NotWhole."""
+        """Sum, commit, and judge what came of it. Raises Severed, NotWhole, DoesNotTrain."""
         self._pump()
         leaves = self._leaves_alone()
         self.rank.wishes = Wishes(
@@ -192,7 +192,8 @@ class Leader:
         tail = self.together.reduce()
         self.member.agree_to_stage(tail.wishes.stage)
         self._await_lease()
-        self.together.commit()
+        made = self.together.commit()
+        self.together.judge(made)  # before what may sever us: all are to judge alike
         self._watch_pace(tail)
         return tail
 
@@ -219,7 +220,6 @@ class Leader:
 
     def _edge(self, tail: Tail) -> None:
         """Between two steps: what all members agreed on in the last all-reduce."""
-        self.together.judge(tail.loss)  # before what may sever us: all are to judge alike
         self._pump()
         if self._is_done() or tail.wishes.stop:
             self._stop(DONE if self._is_done() else WANTED)
@@ -349,8 +349,11 @@ class Leader:
     def _await_lease(self) -> None:
         """Whom the coordinator has not heard of for long may have been replaced: it goes no further
         before it knows. Raises Severed if it was."""
-        while self.link.silent_s() > self.member.lease_s:
-            log.warning("holding step=%s silent_s=%.1f", self.engine.pending, self.link.silent_s())
+        tell_at = 0.0
+        while (silent_s := self.link.silent_s()) > self.member.lease_s:
+            if (now := time.monotonic()) >= tell_at:
+                tell_at = now + STILL_AWAY_S
+                log.warning("holding step=%s silent_s=%.1f", self.engine.pending, silent_s)
             self.link.await_word(self.member.lease_s)
             self._pump()
             if self._is_to_end():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("drydock.coordinator")
 
 TICK_S = 0.1
+PEER_SILENT_S = 2.0  # a member that answered nothing for so long is dead, if not said otherwise
 LEASE_S = 10.0  # how long members may train without a word from the coordinator
 LEAST_LEASE_S = 1.0  # they are asked for a sign of life twice in that time
 FIRST_LINE_S = 10.0  # how long a stranger may take to say who it is
@@ -57,6 +58,13 @@ def options(description: str) -> argparse.Namespace:
         help="seconds that members may train without a word from the coordinator",
     )
     parser.add_argument(
+        "--silence",
+        type=float,
+        default=PEER_SILENT_S,
+        help="seconds that a member may answer nothing before it is given up: more than one call "
+        "ever holds its Python's lock for",
+    )
+    parser.add_argument(
         "--adopt",
         choices=("majority", "any"),
         default="majority",
@@ -66,6 +74,8 @@ def options(description: str) -> argparse.Namespace:
     given = parser.parse_args()
     if not given.lease >= LEAST_LEASE_S:
         parser.error(f"--lease is {given.lease:g}: give {LEAST_LEASE_S:g} seconds at least")
+    if not given.silence >= PEER_SILENT_S:
+        parser.error(f"--silence is {given.silence:g}: give {PEER_SILENT_S:g} seconds at least")
     try:
         given.host, given.port = address_of(given.listen)
     except ValueError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import queue
 import random
@@ -44,7 +45,7 @@ from runtime.replica.preemption import Preemption, durable_in, in_time, longest_
 from runtime.replica.reach import unreached
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
-from runtime.replica.step import StepEngine
+from runtime.replica.step import Applied, StepEngine
 from runtime.replica.telling import Committed
 from runtime.snapshot import Copying, TooSmall, state_of, touched
 from runtime.stalls import Stalls
@@ -393,16 +394,19 @@ class Rank:
         self.engine.refuse(flaw)
 
     @order
-    def commit(self, *, newcomer: bool) -> None:
-        """Apply the step that is held; as a `newcomer`, one that others made."""
+    def commit(self, *, newcomer: bool) -> float:
+        """Apply the step that is held; as a `newcomer`, one that others made. Returns its loss, of
+        all ranks; where the weights took gradients that are no numbers, the length of these."""
         reduced, tail = self._reduced, self.tail
         if reduced is None or tail is None:
             raise RuntimeError("no step is held to be committed")
         self._reduced = None
         with self.stalls.computing(counts=False):  # also what the script does after each step
-            self._commit(reduced, tail, newcomer=newcomer)
+            applied = self._commit(reduced, tail, newcomer=newcomer)
+        spoilt = not math.isfinite(applied.grad_norm) and not self.state.refuses_odd
+        return applied.grad_norm if spoilt else applied.loss
 
-    def _commit(self, reduced: Reduced, tail: Tail, *, newcomer: bool) -> None:
+    def _commit(self, reduced: Reduced, tail: Tail, *, newcomer: bool) -> Applied:
         with self._changing:
             self.await_copies()
             self._torn = True
@@ -414,7 +418,7 @@ class Rank:
         self._kept.add(reduced)
         self.link.step = self.state.committed
         if newcomer:
-            return
+            return applied
         step = Committed(
             step=reduced.step,
             epoch=reduced.epoch,
@@ -430,6 +434,9 @@ class Rank:
         self.observer.committed(step)
         if self.on_step is not None:
             self.on_step(step)
+            with self._changing:
+                self.state.note_weights()  # as the script leaves them they are the edge's
+        return applied
 
     @order
     def look(self, *, save: str) -> None:
@@ -472,7 +479,8 @@ class Rank:
 
     def save_aside(self) -> None:
         """The same, in the middle of anything, on a thread of its own: to the tiers that will be
-        durable before we are killed. All ranks of a replica do it each for itself."""
+        durable before we are killed. All ranks of a replica do it each for itself. It fails while
+        the script has other weights in the model."""
         self.saver.rooms.await_free(FINISH_S)  # before the lock: an edge may come meanwhile
         with self._changing:
             if self._torn or self.preemption.is_over() or self.losses.lost:
@@ -594,21 +602,27 @@ class Rank:
         return copying, gone
 
     @order
-    def compare(self) -> None:
+    def has_room_to_compare(self, *, late: bool) -> bool:
+        """Whether there is memory for a copy, and for a checkpoint beside it, which is to wait only
+        if the comparison is `late`."""
+        rooms = self.saver.rooms
+        return rooms.all_free() or (late and rooms.any_free())
+
+    @order
+    def compare(self) -> str:
         """At an edge: hash a copy of our part, to be compared with the other replicas', and say
-        so; not if another copy has just taken the memory."""
+        so. Why that cannot be, in words; "" if it can."""
         if (room := self.saver.rooms.take()) is None:
-            return
+            return "another copy has just taken the memory"
         try:
             copying = self.state.begin_comparison(room.memory)
         except Exception as error:  # no comparison is worth the training
             self.saver.rooms.give_back(room)
-            if not isinstance(error, TooSmall):  # else an optimizer made its state since
-                self.job.trouble("not_compared", f"no copy could be made: {error!r}")
-            return
+            return f"no copy could be made: {error!r}"
         self._copies.append(copying)
         gone = partial(self.saver.rooms.give_back, room)
         beside("drydock-compare", partial(self._hash, "compared", copying, gone))
+        return ""
 
     def _hash(self, op: str, copying: Copying, gone: Callable[[], None], give_way: bool) -> None:
         try:

@@ -17,7 +17,7 @@ from runtime.replica.admission import Admission
 from runtime.replica.claims import Claims
 from runtime.replica.comparing import Comparison
 from runtime.replica.connection import Peer
-from runtime.replica.listening import LEASE_S
+from runtime.replica.listening import LEASE_S, PEER_SILENT_S
 from runtime.replica.places import Places
 from runtime.replica.proving import Proofs
 from runtime.replica.reach import Doubt
@@ -43,10 +43,12 @@ class Roster(ABC):
         min_replicas: int,
         *,
         lease_s: float = LEASE_S,
+        silent_s: float = PEER_SILENT_S,
         any_claim: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`any_claim`: a person decided that what any member tells of a lost record is true."""
+        """`silent_s`: for how long a member may answer nothing, or be away after our own restart.
+        `any_claim`: a person decided that what any member tells of a lost record is true."""
         self.file = record_file
         self.folder_answers: Callable[[], bool] = lambda: True  # see `Keeper.answers`
         self.record = record_file.read()
@@ -55,6 +57,7 @@ class Roster(ABC):
         self.world = max(world, self.record.grant.get("world", 0))
         self.min_replicas = min_replicas
         self.lease_s = lease_s
+        self.silent_s = silent_s
         self.clock = clock
         self.peers: dict[int, Peer] = {}
         #: the members of the current epoch that are not known to be gone

@@ -23,6 +23,7 @@ from runtime.replica.division import Division, part_of
 from runtime.replica.optimizers import groups_of, in_words, other_kind
 from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import (
+    Changed,
     Copying,
     Due,
     Mark,
@@ -105,6 +106,7 @@ class TrainingState:
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
         self._steadiness = Steadiness(model, self.committed)
         self._left_at, self._left_set = self._paces(), self._settings()
+        self.note_weights()
         devices = {part_of(one).device for one in model.parameters()}
         self._card = next((one for one in devices if one.type == "cuda"), None)
         #: of that card: each thread has a current one, and a script may train on another
@@ -143,6 +145,12 @@ class TrainingState:
 
     def _paces(self) -> list[Any]:
         return [getattr(one, "last_epoch", None) for one in self.schedules]
+
+    @property
+    def refuses_odd(self) -> bool:
+        """Whether gradients that are no numbers change nothing: a scaler keeps them from the
+        optimizers."""
+        return self.scaler is not None and self.scaler.is_enabled()
 
     def scale(self, gradient: torch.Tensor) -> torch.Tensor:
         """What backward begins with, as many times as large as the scaler wants it."""
@@ -189,6 +197,7 @@ class TrainingState:
         self._left_at, self._left_set = self._paces(), self._settings()
         self._note_parts()
         self._note_stream()
+        self.note_weights()
         self.ledger.record(self.committed, epoch, summed, self.batches.shard_size, drops=drops)
         self.seed(-1)
 
@@ -248,11 +257,29 @@ class TrainingState:
 
     def begin_copy_aside(self, into: memoryview | None) -> Copying:
         """The same copy, while another thread computes the next step or anything else but a commit:
-        changes nothing."""
+        changes nothing. Raises Changed if the weights are not the edge's, as while an evaluation
+        has an average of them in their place."""
+        self._demand_weights()
         parts, due = self._parts_at_edge or (self.model.state_dict(), self._due())
         state = {**self._gathered(parts), "ledger": self.ledger.state_dict()}
         state["model"] = {**state["model"], **self.statistics.at_edge()}
-        return Copying(state, self.committed, into, due, computed_on=self._stream)
+        copying = Copying(state, self.committed, into, due, computed_on=self._stream)
+        copying.finish()  # whoever finishes it later finds nothing left to copy
+        self._demand_weights()
+        return copying
+
+    def note_weights(self) -> None:
+        """As they are now they are the last edge's."""
+        self._weights_at_edge = self._weights()
+
+    def _demand_weights(self) -> None:
+        if self._weights() != self._weights_at_edge:
+            raise Changed("the script has written weights since the last edge")
+
+    def _weights(self) -> list[tuple[int, int]]:
+        """Where each lies, and how often it was changed there."""
+        parts = [part_of(one) for one in (*self._trained_weights, *self._frozen_weights)]
+        return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in parts]
 
     def size(self) -> int:
         """Bytes of memory for a copy. May be asked in the middle of a step."""
@@ -315,6 +342,7 @@ class TrainingState:
         self._parts_at_edge = None
         self._note_parts()
         self._note_stream()
+        self.note_weights()
         self._steadiness = Steadiness(self.model, self.committed)
         self.seed(-1)
 

@@ -151,9 +151,11 @@ class Together:
         assert self.rank.tail is not None  # noqa: S101 - it was summed
         return self.rank.tail
 
-    def commit(self) -> None:
-        """Apply the step that all ranks hold: our own, or one that peers made without us."""
-        self._all("commit", newcomer=self.member.newcomer)
+    def commit(self) -> float:
+        """Apply the step that all ranks hold: our own, or one that peers made without us. Returns
+        by what `judge` judges it, the same on all ranks."""
+        made: float = self._all("commit", newcomer=self.member.newcomer)[0]
+        return made
 
     def ready(self, tiers: Collection[TierName]) -> set[TierName]:
         """Those of these tiers that have finished the save before on all ranks: one that hangs on a
@@ -259,21 +261,22 @@ class Together:
 
     @property
     def holds_back(self) -> bool:
-        """Whether nothing is to be saved: the last loss is no number, or the state that the job
-        began from has not shown yet that it trains."""
+        """Whether nothing is to be saved: the last step was made of no numbers, or the state that
+        the job began from has not shown yet that it trains."""
         if self.rank.losses.odd:
             return True
         return self._trial is not None and time.monotonic() - self._tried_since < HELD_BACK_S
 
-    def judge(self, loss: float) -> None:
-        """The loss of a step that all made. Raises DoesNotTrain on all replicas alike."""
-        told = self.rank.losses.note(loss)
+    def judge(self, made: float) -> None:
+        """A step that all made, by what `commit` returned. Raises DoesNotTrain on all replicas
+        alike."""
+        told = self.rank.losses.note(made)
         if self._trial is None:
             if told is not None and self.teller.speaks():
                 self.trouble(*told)
             return
         try:
-            self._trial.note(loss)
+            self._trial.note(made)
         except DoesNotTrain:
             self.rank.saver.suspect(self._trial.state)
             raise
@@ -401,10 +404,7 @@ class Together:
             if self.member.epoch and self.rank.gloo.broken(self.member.epoch):
                 raise Severed(f"epoch {self.member.epoch} broke")
             self._all("fetch", donors=donors, epoch=self.member.epoch)
-            tail = self.rank.tail
-            self.commit()
-            if tail is not None:
-                self.judge(tail.loss)
+            self.judge(self.commit())
 
     def connect(self, grant: dict[str, Any]) -> None:
         self.teller.granted(grant, self.committed, self.member.replica)
@@ -492,13 +492,12 @@ class Together:
     # --- comparing ------------------------------------------------------------------------------
 
     def ready_to_compare(self) -> bool:
-        """Whether the states are to be compared after the step under way, and no checkpoint has to
-        wait for the memory of our copy; or so often was that so that one has to."""
+        """Whether the states are to be compared after the step under way, and no checkpoint of any
+        rank has to wait for the memory of our copy; or so often was that so that one has to."""
         late = self._times(self.committed + 2) - self._compared
         if not self._compare_every or not (late > 0 or self.member.wants_compare):
             return False
-        rooms = self.rank.saver.rooms
-        if rooms.all_free() or (late > 1 and rooms.any_free()):
+        if all(self._all("has_room_to_compare", late=late > 1)):
             return True
         if late > 1 and not self._told_late:
             self._told_late = True
@@ -515,12 +514,15 @@ class Together:
         return self.member.wants_proof and not self.member.wants_stage and self.ready_to_stage()
 
     def compare(self) -> None:
-        """At an edge that all members reached ready for it."""
+        """At an edge that all members reached ready for it. Where a rank can make no copy after all
+        it is the next time's turn, as for the other replicas."""
         self._compared = self._times(self.committed + 1)
         self._told_late = False
         self.member.wants_compare = False
         self._begin_to_hash("compared")
-        self._all("compare")
+        for rank, flaw in enumerate(self._all("compare")):
+            if flaw:
+                self.trouble("not_compared", f"step {self.committed}, rank {rank}: {flaw}")
 
     def prove(self) -> None:
         """At the edge after a marked step: the witness and all who follow hash what they hold."""

@@ -157,7 +157,8 @@ class WholeJob:
         self._held_back_until = 0.0  # while it shows that it trains
         self._losses = Losses()
         self._tells_losses = False
-        self._tried = False  # our only rank has saved the last step to a tier of all, and failed
+        #: so often our only rank has saved the last step to a tier of all, and failed
+        self._tried = 0
         self._asked = False  # the control plane wants a checkpoint
         self._owed: set[TierName] = set()  # and had none yet in these tiers
         tokens = batches.tokens_per_sample if batches is not None else 0
@@ -317,7 +318,7 @@ class WholeJob:
         for name in (delivery.unwell() & tiers.keys()) - delivery.busy(tiers):
             if tiers[name].own or self.job.ranks == 1:  # else one alone cannot make it whole
                 last = self._saved.pop(name, -1) == self.committed
-                self._tried |= last and name in OF_ALL_NODES
+                self._tried += last and name in OF_ALL_NODES
         here = [name for name in TIERS if name in tiers and name not in self._ending.too_late]
         self._save([n for n in here if self._saved.get(n, -1) < self.committed], last=True)
 
@@ -346,8 +347,8 @@ class WholeJob:
     # --- saving -------------------------------------------------------------------------------
 
     def _at_edge(self) -> bool:
-        """Between two steps: save what is due, if all ranks can. Whether all are to leave, which
-        is when nothing is saved here: at the end it is, to all tiers."""
+        """Between two steps: save what is due, if all ranks can. Whether all are to leave: then the
+        step is saved to all tiers, for until its end the script may have much to do."""
         here = [name for name in TIERS if name in self.saver.tiers]
         # Where one rank's state outgrew its room none has a checkpoint.
         wanted = self.saver.again() if self.job.rank else self._due()
@@ -382,6 +383,7 @@ class WholeJob:
         over = stop or sent_away
         if over:
             self._wish = "over" if stop else "told"
+            self._save_last()
         elif free:
             self._save(free)
         return over
@@ -456,7 +458,7 @@ class WholeJob:
             return Copying(state, what.step, room, due, computed_on=what.computed_on)
 
         # Of what failed some may be there after all: what is written anew takes no place of it.
-        name = f"{self._start}x{what.step}" + ("again" if self._tried else "")
+        name = f"{self._start}x{what.step}" + "again" * self._tried
         copying = self.saver.save(begin, name, tiers, epoch=self.epoch, last=last)
         if copying is not None:
             self._saved |= dict.fromkeys(tiers, what.step)

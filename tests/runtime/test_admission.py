@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from runtime.replica.coordinator import ABSENT_S, PEER_SILENT_S, Asked, Coordinator
+from runtime.replica.coordinator import Asked, Coordinator
 from runtime.replica.epochs import GATHER_S, LAG_S, UNWRITTEN_S
-from runtime.replica.listening import LEASE_S
+from runtime.replica.listening import LEASE_S, PEER_SILENT_S
 from runtime.replica.places import MustEnd
 from tests.runtime.scene import Play, Replica, compare, phase_of
 
@@ -63,6 +63,32 @@ def test_a_member_that_speaks_but_answers_nothing_is_lost_as_soon_as_a_silent_on
     assert sorted(scene.coordinator.alive) == [0, 1]
 
 
+def test_a_member_that_may_be_silent_for_longer_is_waited_for(play: Play) -> None:
+    """By one call its interpreter is held, and no thread of it can answer."""
+    scene = play(3)
+    scene.coordinator.silent_s = 5 * PEER_SILENT_S
+    scene.pass_time(4 * PEER_SILENT_S, *scene.replicas[:2])
+    awaited = sorted(scene.coordinator.alive)
+    scene.pass_time(2 * PEER_SILENT_S, *scene.replicas[:2])
+
+    assert awaited == [0, 1, 2]
+    assert sorted(scene.coordinator.alive) == [0, 1]
+
+
+def test_it_has_as_long_to_come_back_to_a_coordinator_that_was_started_anew(play: Play) -> None:
+    scene = play(3)
+    scene.coordinator = Coordinator(
+        scene.coordinator.file, "t", 3, 1, silent_s=5 * PEER_SILENT_S, clock=lambda: scene.now
+    )
+    back = [scene.join(number, f"p{number}", epoch=1, step=9) for number in range(2)]
+    scene.pass_time(4 * PEER_SILENT_S, *back)
+    awaited = sorted(scene.coordinator.alive)
+    scene.pass_time(2 * PEER_SILENT_S, *back)
+
+    assert awaited == [0, 1, 2]
+    assert sorted(scene.coordinator.alive) == [0, 1]
+
+
 @pytest.mark.parametrize("silent_s", [0.0, 3.0, 8.0, 60.0])
 def test_one_that_is_gone_makes_way_for_its_next_start_as_soon(play: Play, silent_s: float) -> None:
     """However long nobody was heard before that came."""
@@ -93,7 +119,7 @@ def test_a_member_that_does_not_come_back_makes_way_for_its_next_start_as_soon(
     scene.pass_time(silent_s)
     first = {**scene.replicas[0].first, "placement": "n"}
     waiting = scene.coordinator.place_of(first, None)
-    for _ in range(round(ABSENT_S / 0.3)):  # the last is the first after it
+    for _ in range(round(PEER_SILENT_S / 0.3)):  # the last is the first after it
         assert isinstance(waiting, Asked)
         scene.pass_time(0.3)
         waiting = scene.coordinator.place_of(first, waiting)

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from runtime.replica import listening
-from runtime.replica.coordinator import PEER_SILENT_S, Coordinator
+from runtime.replica.coordinator import Coordinator
 from runtime.replica.epochs import GATHER_S
+from runtime.replica.listening import PEER_SILENT_S
 from runtime.replica.places import MustEnd, Places
 from runtime.replica.record import Record, RecordFile, StaleEpoch, Unusable, hold_alone
 from tests.runtime.replicas import PATIENCE_S

@@ -4,6 +4,7 @@ Nothing here trains: there is no coordinator."""
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,6 +240,64 @@ def test_who_leaves_says_goodbye_if_it_was_let_in(make: Make, word: bytes, said:
             until(lambda: link._socket is not None and link.heard == bool(word), "it has joined")
 
         assert hearing.result(PATIENCE_S) == said
+
+
+def test_who_leaves_tells_so_before_it_waits_for_what_it_still_writes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be killed meanwhile, and nobody would know that it was sent away."""
+    replica = make()
+    sender, close = replica.job.sender, replica._loop.close
+    assert isinstance(sender, Told)
+    told: list[str] = []
+
+    def closes(*, goodbye: bool) -> None:
+        told.extend(one.reason for one in sender.messages if isinstance(one, Stopped))
+        close(goodbye=goodbye)
+
+    monkeypatch.setattr(replica._loop, "close", closes)
+
+    with replica:
+        pass
+
+    assert told == ["left the loop"]
+
+
+def test_each_step_is_judged_by_what_came_of_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = make()._loop
+    assert isinstance(loop, Leader)
+    loop.member.members = {0: "p"}
+    monkeypatch.setattr(loop, "_await_lease", lambda: None)
+    summed = SimpleNamespace(wishes=Wishes(), who=[], seconds=[], loss=1.0)
+    monkeypatch.setattr(loop.together, "reduce", lambda: summed)
+    monkeypatch.setattr(loop.together, "commit", lambda: math.nan)
+
+    loop._finish_step()
+
+    assert loop.together.holds_back
+
+
+@pytest.mark.parametrize(("again_s", "told"), [(60.0, 1), (0.0, 3)])
+def test_who_holds_out_of_reach_says_so_now_and_then(
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    again_s: float,
+    told: int,
+) -> None:
+    monkeypatch.setattr("runtime.replica.leader.STILL_AWAY_S", again_s)
+    loop = make()._loop
+    assert isinstance(loop, Leader)
+    silent_s = iter([99.0, 99.0, 99.0, 0.0])
+    monkeypatch.setattr(loop.link, "silent_s", lambda: next(silent_s))
+    monkeypatch.setattr(loop.link, "await_word", lambda _limit_s: None)
+    loop.member.lease_s = 30.0
+
+    loop._await_lease()
+
+    assert caplog.text.count("holding step=0 silent_s=99.0") == told
 
 
 def test_who_cannot_begin_tells_why_it_ends(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,20 @@ def _beats_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SILENT_S", 0.5)
 
 
+@pytest.fixture
+def looks(first: Keeper, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One for each time that the first looks for its record."""
+    made: list[None] = []
+    demand = first._demand_record
+
+    def looks_again() -> None:
+        made.append(None)
+        demand()
+
+    monkeypatch.setattr(first, "_demand_record", looks_again)
+    return made
+
+
 def does_not_wait(keeper: Keeper) -> bool:
     """Whether it takes over within a small part of the time for which it would wait."""
     taking = threading.Thread(target=keeper.take_over, daemon=True)
@@ -77,7 +91,7 @@ def test_a_folder_that_takes_no_sign_of_life_does_not_answer(first: Keeper, tmp_
 
 
 def test_beneath_a_folder_that_was_unmounted_no_sign_is_left_and_none_is_believed(
-    first: Keeper, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    first: Keeper, tmp_path: Path, looks: list[None]
 ) -> None:
     record, lost = tmp_path / RECORD, threading.Event()
     record.touch()
@@ -88,8 +102,8 @@ def test_beneath_a_folder_that_was_unmounted_no_sign_is_left_and_none_is_believe
     until(lambda: not first.answers(), "it does not answer")
     claim = tmp_path / "coordinator.keeper"
     claim.write_text("an earlier one")
-    looks = len(caplog.records)
-    until(lambda: len(caplog.records) > looks + 1, "it looks again")
+    before = len(looks)
+    until(lambda: len(looks) > before + 1, "it looks again")
     beneath = claim.read_text()
     claim.unlink()
     record.touch()
@@ -144,6 +158,29 @@ def test_a_folder_that_cannot_be_reached_ends_nobody(
 
     until(lambda: claim.read_text() != before, "it gives signs of life again")
     assert not lost.is_set()
+
+
+@pytest.mark.parametrize(("again_s", "told"), [(60.0, 1), (0.0, 3)])
+def test_a_folder_that_stays_away_is_logged_now_and_then(
+    first: Keeper,
+    tmp_path: Path,
+    looks: list[None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    again_s: float,
+    told: int,
+) -> None:
+    monkeypatch.setattr(module, "AWAY_S", again_s)
+    claim = tmp_path / "coordinator.keeper"
+    claim.unlink()
+    claim.mkdir()
+
+    first.keep(lambda: None)
+    until(lambda: len(looks) > 3, "it has looked three times, and looks again")
+    first._ended.set()
+    claim.rmdir()
+
+    assert min(caplog.text.count("no_sign_of_life"), 3) == told
 
 
 def test_a_coordinator_ends_as_soon_as_another_machine_s_has_its_record(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from runtime.ledger import record as recording
 from runtime.ledger.__main__ import main
 from runtime.ledger.check import Report, check
 from runtime.replica.state import TrainingState
+from runtime.snapshot import stage
 
 SHARDS = 4
 HEALTHY = [0, 0, 1, 1]  # who computes which shard
@@ -369,6 +370,50 @@ def test_the_command_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFi
     assert [main([str(one)]) for one in (tmp_path, path.parent, path)] == [0, 0, 0]
 
     assert capsys.readouterr().out.count("steps 0 to 0") == 3
+
+
+def saved(folder: Path, step: int, **more: Any) -> str:
+    """A checkpoint of this step whose ledger ends with step 3."""
+    ledger = trained(batches(), *[HEALTHY] * 4)
+    state = {"step": step, "batches": ledger.order, "ledger": ledger.state_dict(), **more}
+    return str(draft.write(folder / "checkpoints", stage(state, step)))
+
+
+def test_the_command_names_a_step_that_is_in_the_weights_and_not_in_the_ledger_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([saved(tmp_path, 4, taken=[0, 1])]) == 0
+
+    told = capsys.readouterr().out
+    assert "steps 0 to 3" in told
+    assert "step 4 is in the weights and not in the ledger yet" in told
+    assert "10 trained once, 4 to come, 0 lost, 0 duplicated, 8 unknown" in told
+
+
+@pytest.mark.parametrize(
+    ("step", "more", "told"),
+    [
+        (4, {}, "step 4 and after: the weights are of step 4, and the ledger ends with step 3"),
+        (5, {"taken": []}, "step 4 and after: the weights are of step 5"),
+        (1, {"taken": []}, "step 2 and after: the weights are of step 1"),
+    ],
+)
+def test_the_command_fails_for_a_ledger_that_ends_elsewhere_than_its_weights(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    step: int,
+    more: dict[str, list[int]],
+    told: str,
+) -> None:
+    assert main([saved(tmp_path, step, **more)]) == 1
+    assert told in capsys.readouterr().out
+
+
+def test_a_ledger_that_has_the_step_of_its_weights_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([saved(tmp_path, 3, taken=[])]) == 0
+    assert "yet" not in capsys.readouterr().out
 
 
 RANGE = Ledger(step_from=0, step_to=1, epoch=1, samples=2)

@@ -48,6 +48,7 @@ def test_who_is_told_to_end_ends_though_members_stay_connected(
     [
         (["--min-replicas", "4"], "--min-replicas is 4 and DRYDOCK_WORLD_REPLICAS 2: once one is"),
         (["--lease", "0.5"], "--lease is 0.5: give "),
+        (["--silence", "0.5"], "--silence is 0.5: give "),
     ],
 )
 def test_what_would_stop_the_job_one_day_is_refused_at_once(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from torch import nn
 
 from runtime.checkpoint import store
 from runtime.data import Batches
+from runtime.image import Staged
 from runtime.job import Job, join, options_of, seconds_of
 from runtime.replica.preemption import Preemption, durable_in, hangs, in_time, longest_s
 from runtime.replica.state import TrainingState
+from runtime.snapshot import Changed, Copying
 from tests.runtime.replicas import PATIENCE_S, Fleet, until
 from tests.runtime.test_client import Door
 from tests.runtime.test_replicas import MakeFleet, assert_every_sample_once
@@ -301,6 +304,50 @@ def test_a_copy_aside_is_the_edge_s_and_changes_nothing() -> None:
     assert aside.digest == at_edge
     assert all(map(torch.equal, during, model.buffers()))
     assert torch.equal(drawn, torch.get_rng_state())
+
+
+def swaps(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.add_(1)
+
+
+def lays_elsewhere(weight: torch.Tensor) -> None:
+    weight.data = weight.data + 1
+
+
+@pytest.mark.parametrize("writes", [swaps, lays_elsewhere])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_copy_aside_is_of_weights_that_the_script_has_put_there(
+    writes: Callable[[torch.Tensor], None], frozen: bool
+) -> None:
+    model = nn.Linear(4, 3)
+    model.weight.requires_grad_(not frozen)
+    state = TrainingState(model, [], Batches(samples=24))
+    at_edge = state.begin_copy_aside(None).finish().digest
+
+    writes(model.weight)
+
+    with pytest.raises(Changed, match="the script has written weights since the last edge"):
+        state.begin_copy_aside(None)
+    state.note_weights()
+    assert state.begin_copy_aside(None).finish().digest != at_edge
+
+
+def test_weights_that_are_written_while_they_are_copied_aside_make_no_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Linear(4, 3)
+    state = TrainingState(model, [], Batches(samples=24))
+
+    class Meanwhile(Copying):
+        def finish(self, *given: Any, **how: Any) -> Staged:
+            swaps(model.weight)
+            return super().finish(*given, **how)
+
+    monkeypatch.setattr("runtime.replica.state.Copying", Meanwhile)
+
+    with pytest.raises(Changed):
+        state.begin_copy_aside(None)
 
 
 #: A save that was never measured is thought to take eleven seconds at most, and begins then.

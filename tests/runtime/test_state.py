@@ -773,6 +773,26 @@ def test_of_samples_that_hold_something_else_in_memory_that_is_told() -> None:
     assert "the content of the dataset was '192 bytes" in other.data_changed
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "words"),
+    [
+        ("january", "", "the dataset has no fingerprint, and had 'january': nothing shows"),
+        ("", "june", "the dataset has the fingerprint 'june', and had none: nothing shows"),
+    ],
+)
+def test_of_samples_that_say_what_they_are_on_one_side_alone_that_is_told_once(
+    before: str, now: str, words: str
+) -> None:
+    state, again = state_of_data(Rows(0.0, now)), state_of_data(Rows(0.0, now))
+
+    state.load(state_of_data(Rows(0.0, before)).copy())
+    state.advance(1, SUMMED)
+    again.load(state.copy())
+
+    assert words in state.data_changed
+    assert again.data_changed == ""
+
+
 @pytest.mark.parametrize("told", [None, {"fingerprint": "", "content": "other rows"}])
 def test_what_was_put_back_is_what_was_saved_also_if_it_says_less_of_the_samples(
     told: dict[str, str] | None,

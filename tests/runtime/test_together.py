@@ -43,9 +43,9 @@ from runtime.replica.rank import Rank
 from runtime.replica.siblings import Incomplete, Siblings
 from runtime.replica.state import TrainingState
 from runtime.replica.step import Applied, NotWhole, StepEngine
-from runtime.replica.telling import Teller
+from runtime.replica.telling import Committed, Teller
 from runtime.replica.together import HANGS_S, MAX_TRIES, MAX_UNTOLD, Together
-from runtime.snapshot import state_of, touched
+from runtime.snapshot import Changed, Copying, state_of, touched
 from tests.runtime.replicas import PATIENCE_S, Board, until
 from tests.runtime.told import Told
 
@@ -608,6 +608,7 @@ def test_what_is_to_be_compared_waits_for_checkpoints_once_and_not_for_ever(
     monkeypatch.setattr(pair.saver.rooms, "all_free", lambda: free["all"])
     monkeypatch.setattr(pair.saver.rooms, "any_free", lambda: free["any"])
     pair.together._compare_every = 10
+    pair.other.answers["has_room_to_compare"] = {"value": True}
 
     pair.state.committed = 8
     in_time = pair.together.ready_to_compare()
@@ -620,6 +621,36 @@ def test_what_is_to_be_compared_waits_for_checkpoints_once_and_not_for_ever(
     (told,) = [m for m in pair.told.messages if isinstance(m, Trouble)]
     assert told.kind == "not_compared"
     assert "for 2 times 10 steps" in told.text
+
+
+@pytest.mark.parametrize(("late", "told"), [(False, []), (True, ["not_compared"])])
+def test_states_are_compared_once_every_rank_has_room_for_a_copy(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, late: bool, told: list[str]
+) -> None:
+    monkeypatch.setattr(pair.saver.rooms, "all_free", lambda: True)
+    pair.together._compare_every = 10
+    pair.state.committed = 18 if late else 8
+    pair.other.answers["has_room_to_compare"] = {"value": False}
+
+    before = pair.together.ready_to_compare()
+    pair.other.answers["has_room_to_compare"] = {"value": True}
+
+    assert (before, pair.together.ready_to_compare()) == (False, True)
+    assert [m.kind for m in pair.told.messages if isinstance(m, Trouble)] == told
+
+
+def test_each_rank_that_can_make_no_copy_to_compare_is_told(pair: Pair) -> None:
+    """Its replica says nothing of that step then, and the comparison ends for all."""
+    pair.other.answers["compare"] = {"value": "no copy could be made: MemoryError()"}
+    pair.state.committed = 9
+
+    pair.together.compare()  # here no memory was asked for
+
+    told = [(one.kind, one.text) for one in pair.told.messages if isinstance(one, Trouble)]
+    assert told == [
+        ("not_compared", "step 9, rank 0: another copy has just taken the memory"),
+        ("not_compared", "step 9, rank 1: no copy could be made: MemoryError()"),
+    ]
 
 
 def test_who_writes_alone_for_far_too_long_passes_it_on_and_tells(pair: Pair) -> None:
@@ -1045,15 +1076,109 @@ def test_a_step_that_peers_hand_over_is_judged_as_they_judge_it(
     pair.together.put_on_trial({**GRANT, "began": {"epoch": 1, "step": 0}, "begins": True})
 
     def handed_over(op: str, **_given: Any) -> list[Any]:
-        pair.rank.tail = Tail.__new__(Tail)
-        object.__setattr__(pair.rank.tail, "loss", math.nan)
         pair.state.committed += op == "commit"
-        return []
+        return [math.nan, math.nan]
 
     monkeypatch.setattr(pair.together, "_all", handed_over)
 
     with pytest.raises(DoesNotTrain):
         pair.together.replay(pair.state.committed + TOO_MANY, [])
+
+
+def hold_summed(pair: Pair, gradient: float) -> None:
+    """A step whose loss is 1, and whose gradients are this."""
+    gradients = pair.rank.engine.gradients
+    gradients.samples, gradients.losses = 2, [1.0, 1.0]
+    gradients.coverage = gradients.who = [1.0, 1.0]
+    gradients.touched = [1.0] * len(gradients.parameters)
+    summed = torch.full((gradients.size,), gradient)
+    buffer = torch.cat([summed, gradients.tail(Wishes())])
+    pair.rank.hold(Reduced(pair.rank.engine.pending, 1, buffer))
+
+
+def is_sound(pair: Pair) -> bool:
+    """Whether the weights are numbers."""
+    return all(bool(one.isfinite().all()) for one in pair.state.model.parameters())
+
+
+@pytest.mark.parametrize("gradient", [math.nan, math.inf])
+@pytest.mark.parametrize("clipped", [None, 1.0])
+def test_nothing_is_saved_of_weights_that_took_gradients_that_are_no_numbers(
+    pair: Pair, gradient: float, clipped: float | None
+) -> None:
+    """The loss is told before, and is a number."""
+    pair.rank.engine.max_grad_norm = clipped
+    hold_summed(pair, gradient)
+
+    pair.together.judge(pair.together.commit())
+
+    assert not is_sound(pair)
+    assert pair.together.holds_back
+
+
+def test_gradients_that_a_scaler_keeps_from_the_weights_hold_nothing_back(pair: Pair) -> None:
+    pair.state.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    hold_summed(pair, math.inf)
+
+    pair.together.judge(pair.together.commit())
+
+    assert (is_sound(pair), pair.state.loss_scale) == (True, 2.0)
+    assert not pair.together.holds_back
+
+
+def test_a_scaler_that_is_off_keeps_nothing_from_the_weights(pair: Pair) -> None:
+    pair.state.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    hold_summed(pair, math.inf)
+
+    pair.together.judge(pair.together.commit())
+
+    assert not is_sound(pair)
+    assert pair.together.holds_back
+
+
+def test_a_loss_that_is_no_number_on_another_rank_alone_counts(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_summed(pair, 1.0)
+    of_all = Applied(loss=math.nan, grad_norm=1.0, samples=4)
+    monkeypatch.setattr(pair.rank.engine, "apply", lambda _reduced, _tail: of_all)
+
+    pair.together.judge(pair.together.commit())
+
+    assert pair.rank.tail is not None
+    assert math.isfinite(pair.rank.tail.loss)
+    assert pair.together.holds_back
+
+
+def test_what_an_evaluation_puts_in_the_weights_place_is_not_saved_aside(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[Staged] = []
+    weight = pair.state.model.weight
+    assert isinstance(weight, torch.nn.Parameter)
+
+    def save(begin: Callable[[None], Copying], *_given: object, **_how: object) -> None:
+        with contextlib.suppress(Changed):
+            copies.append(begin(None).finish())
+
+    def evaluates(_step: Committed) -> None:
+        with torch.no_grad():
+            trained = weight.clone()
+            weight.zero_()
+            pair.rank.save_aside()
+            weight.copy_(trained)
+
+    monkeypatch.setattr(pair.saver, "save", save)
+    pair.rank._members, pair.rank.on_step = [0], evaluates
+    hold_summed(pair, 1.0)
+
+    pair.rank.commit(newcomer=False)
+    during = len(copies)
+    pair.rank.save_aside()
+
+    assert during == 0
+    (saved,) = copies
+    assert saved.digest == pair.state.copy().digest
 
 
 def test_a_step_that_was_applied_in_part_is_not_saved(

@@ -95,7 +95,7 @@ def test_a_rank_dies_and_the_job_ends_as_if_nothing_had_happened(
     assert len(killed.epochs()) == 2
     assert killed.left("digest") == calm.left("digest")
     assert killed.left("engine") == calm.left("engine")
-    assert check(read([killed.folder / "state"])).whole
+    assert check(*read([killed.folder / "state"])).whole
     assert "checkpoint_not_restored" not in said
 
 

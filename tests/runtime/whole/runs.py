@@ -173,7 +173,7 @@ class Whole:
 
     def ledger(self) -> Report:
         """What its newest checkpoint proves of the samples."""
-        return check(read([self.folder / "state"]))
+        return check(*read([self.folder / "state"]))
 
     def begins(self, epoch: int) -> int:
         """With which step the ranks began when they were started anew."""

@@ -103,6 +103,20 @@ def test_told_to_stop_it_saves_to_no_tier_that_would_hold_up_another(alone: Alon
     assert alone.saved(whole, "shared") == []
 
 
+@pytest.mark.parametrize("wish", ["stop", "told"])
+def test_its_last_step_is_saved_at_the_edge_whatever_the_script_does_until_its_end(
+    alone: Alone, wish: str
+) -> None:
+    with alone.start() as whole:
+        for _step in whole.steps(NEVER):
+            getattr(whole.job, wish).set()
+        until(lambda: alone.saved(whole, "local") == [0], "its disk has it")
+        until(lambda: alone.saved(whole, "shared") == [0], "the folder of all has it")
+
+    assert len(alone.door.messages("checkpoint")) == 2
+    assert alone.troubles() == []
+
+
 @pytest.mark.parametrize("notices", [["30", "3600"], ["3600", "30"]])
 def test_of_several_notices_the_one_counts_that_leaves_the_least_time(
     alone: Alone, notices: list[str]
@@ -235,6 +249,20 @@ def test_what_is_tried_again_where_all_save_takes_no_place_of_what_may_be_there(
     (path, *others) = store.candidates(alone.folder / "state" / "checkpoints")
     assert store.manifest_of(path).save == f"{whole._start}x1again"
     assert store.manifest_of(others[0]).save == f"{whole._start}x1"
+
+
+def test_no_try_to_save_the_last_step_takes_the_place_of_another(alone: Alone) -> None:
+    with alone.start() as whole:
+        list(whole.steps(1))
+        for _ in range(2):
+            whole._save_last()
+            until(lambda: whole.saver.is_free("shared"), "its writer is done")
+            whole.saver.delivery.failed("shared", "no word of it came")
+
+    paths = store.candidates(alone.folder / "state" / "checkpoints")
+    name = f"{whole._start}x0"
+    saves = {store.manifest_of(path).save for path in paths}
+    assert saves == {name, f"{name}again", f"{name}againagain"}
 
 
 def test_what_a_tier_has_is_not_saved_to_it_again(alone: Alone) -> None:

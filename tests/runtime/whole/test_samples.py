@@ -27,7 +27,7 @@ def batches(**others: Any) -> runtime.Batches:
 
 
 def ledger(alone: Alone) -> Report:
-    return check(read([alone.folder / "state"]))
+    return check(*read([alone.folder / "state"]))
 
 
 def taken(whole: runtime.WholeJob, steps: int) -> list[int]:
