@@ -267,18 +267,24 @@ class Copying:
                 else:
                     self._steady.append(Part(piece, tensor, mark))
         self._buffer[at:] = bytes(self.table.bytes - at)
-        self._shared_out = True
+        self._shared_out = self._stream is None  # else one thread is the only one
 
     def finish(
-        self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
+        self,
+        copied: Callable[[int], object] | None = None,
+        *,
+        give_way: bool = False,
+        hurry: bool = False,
     ) -> Staged:
         """Copy what is left, on any thread; asked once more it finds nothing left. `copied` is
         told now and then up to which byte the copy is there, unless the training waits for it: then
         nobody should begin anything else. Of one that comes from a card it is told at the end.
-        `give_way`: as soon as nobody waits for what is left, and from then on. Raises what made the
-        copy fail, as Changed."""
+        `give_way`: as soon as nobody waits for what is left, and from then on. `hurry`: on as many
+        threads as torch computes on. Raises what made the copy fail, as Changed."""
         try:
             try:
+                if hurry:
+                    self._call_for_help()
                 while self._copy_next(self._rest):
                     self._tell_copied(copied)
                 if give_way and self._stream is None:
@@ -314,8 +320,8 @@ class Copying:
         began = time.monotonic()
         self._awaited = True
         try:
+            self._call_for_help()
             if self._stream is None:
-                self._call_for_help()
                 while self._copy_next(self._rest) or (whole and self._copy_next(self._steady)):
                     pass
         except BaseException as error:  # a signal's handler raised, in the middle of anything
@@ -330,7 +336,10 @@ class Copying:
         self.waited_s += time.monotonic() - began
 
     def _call_for_help(self) -> None:
-        """Threads beside the one that waits and the one that finishes it, where that pays."""
+        """Threads beside the one that waits and the one that finishes it, where that pays. What
+        lies on a card that copies itself."""
+        if self._stream is not None:
+            return
         with self._changed:
             left = sum(part.piece.bytes for part in self._rest)
         for _ in range(min(torch.get_num_threads() - 2, left // SLICE_BYTES)):

@@ -46,9 +46,9 @@ class Losses:
         before, self.odd = self.odd, 0 if math.isfinite(loss) else self.odd + 1
         if self.odd == TOO_MANY:
             return "loss_not_finite", (
-                f"the last {TOO_MANY} losses were no numbers: no more is saved until one is, not "
-                "at its end either, so that what was saved before stays. End the job, and it goes "
-                "on from that"
+                f"the last {TOO_MANY} losses were no numbers, or the weights are none: no more is "
+                "saved until they are, not at its end either, so that what was saved before stays. "
+                "End the job, and it goes on from that"
             )
         if before >= TOO_MANY and not self.odd:
             return "loss_finite_again", f"after {before} losses that were none it is a number again"
@@ -78,8 +78,8 @@ class Trial:
         if self._bad == TOO_MANY:
             epoch, step = self.state
             raise DoesNotTrain(
-                f"{TOO_MANY} losses in a row were {loss} within {TRIAL_STEPS} steps after the "
-                f"state of step {step} (epoch {epoch}) was loaded: it is not loaded again"
+                f"{TOO_MANY} losses in a row, or weights, were {loss} within {TRIAL_STEPS} steps "
+                f"after the state of step {step} (epoch {epoch}) was loaded: it is not loaded again"
             )
 
 

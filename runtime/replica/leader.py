@@ -297,7 +297,8 @@ class Leader:
         members = self.teller.present
         if members and members[self.sharing.turn % len(members)] == self.teller.replica:
             tiers |= {"shared"}  # whose turn it was before may be who cannot write there
-        if self.together.committed >= 0 and tiers and not self.rank.losses.lost:
+        leads_nowhere = self.rank.losses.lost or self.rank.state.spoilt
+        if self.together.committed >= 0 and tiers and not leads_nowhere:
             self.together.save(self.rank.in_time(tiers), last=True)
 
     def _ours(self) -> set[TierName]:

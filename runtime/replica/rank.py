@@ -396,21 +396,22 @@ class Rank:
     @order
     def commit(self, *, newcomer: bool) -> float:
         """Apply the step that is held; as a `newcomer`, one that others made. Returns its loss, of
-        all ranks; where the weights took gradients that are no numbers, the length of these."""
+        all ranks, or NaN once gradients that were no numbers have spoilt the weights."""
         reduced, tail = self._reduced, self.tail
         if reduced is None or tail is None:
             raise RuntimeError("no step is held to be committed")
         self._reduced = None
         with self.stalls.computing(counts=False):  # also what the script does after each step
             applied = self._commit(reduced, tail, newcomer=newcomer)
-        spoilt = not math.isfinite(applied.grad_norm) and not self.state.refuses_odd
-        return applied.grad_norm if spoilt else applied.loss
+        return math.nan if self.state.spoilt else applied.loss
 
     def _commit(self, reduced: Reduced, tail: Tail, *, newcomer: bool) -> Applied:
         with self._changing:
             self.await_copies()
             self._torn = True
             applied = self.engine.apply(reduced, tail)
+            if not math.isfinite(applied.grad_norm):
+                self.state.look_for_spoilt()
             self._torn = False
         if self._passed_on is not None:
             self._passed_on.applied(reduced.step)
@@ -483,7 +484,8 @@ class Rank:
         the script has other weights in the model."""
         self.saver.rooms.await_free(FINISH_S)  # before the lock: an edge may come meanwhile
         with self._changing:
-            if self._torn or self.preemption.is_over() or self.losses.lost:
+            leads_nowhere = self.losses.lost or self.state.spoilt
+            if self._torn or self.preemption.is_over() or leads_nowhere:
                 return
             epoch, step = self.state.ledger.epoch, self.state.committed
             if not self._members or step < 0:

@@ -47,7 +47,8 @@ class Roster(ABC):
         any_claim: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`silent_s`: for how long a member may answer nothing, or be away after our own restart.
+        """`silent_s`: for how long a member may answer nothing, or be away after our own restart,
+        unless an epoch broke then.
         `any_claim`: a person decided that what any member tells of a lost record is true."""
         self.file = record_file
         self.folder_answers: Callable[[], bool] = lambda: True  # see `Keeper.answers`

@@ -31,12 +31,15 @@ from runtime.snapshot import (
     as_laid_out,
     digest_of,
     mark_of,
+    queued_on,
     room_for,
     sample_of,
     size_of,
     state_of,
 )
 
+#: So many weights, or up to twice as many, are looked at, to tell whether they were changed.
+SAMPLED = 16
 MAX_FLAW = 300  # characters of what torch says of a model that does not fit
 GO_ON = (
     "resume with the script that saved it, whose tensors `python -m runtime.checkpoint inspect "
@@ -106,11 +109,13 @@ class TrainingState:
         self._parts_at_edge: tuple[dict[str, Any], Due] | None = None
         self._steadiness = Steadiness(model, self.committed)
         self._left_at, self._left_set = self._paces(), self._settings()
-        self.note_weights()
+        #: a trained weight is no number any more
+        self.spoilt = False
         devices = {part_of(one).device for one in model.parameters()}
         self._card = next((one for one in devices if one.type == "cuda"), None)
         #: of that card: each thread has a current one, and a script may train on another
         self._stream: torch.cuda.Stream | None = None
+        self.note_weights()
 
     def flaw(self) -> str:
         """What the script has done since the last edge that is left to the step, with the remedy;
@@ -146,11 +151,11 @@ class TrainingState:
     def _paces(self) -> list[Any]:
         return [getattr(one, "last_epoch", None) for one in self.schedules]
 
-    @property
-    def refuses_odd(self) -> bool:
-        """Whether gradients that are no numbers change nothing: a scaler keeps them from the
-        optimizers."""
-        return self.scaler is not None and self.scaler.is_enabled()
+    def look_for_spoilt(self) -> None:
+        """After gradients that were no numbers: a scaler, or an optimizer of its own kind, may have
+        kept them from the weights. If not these stay spoilt, whatever the losses are."""
+        weights = map(part_of, self._trained_weights)
+        self.spoilt |= not all(bool(torch.isfinite(one).all()) for one in weights)
 
     def scale(self, gradient: torch.Tensor) -> torch.Tensor:
         """What backward begins with, as many times as large as the scaler wants it."""
@@ -264,22 +269,27 @@ class TrainingState:
         state = {**self._gathered(parts), "ledger": self.ledger.state_dict()}
         state["model"] = {**state["model"], **self.statistics.at_edge()}
         copying = Copying(state, self.committed, into, due, computed_on=self._stream)
-        copying.finish()  # whoever finishes it later finds nothing left to copy
+        copying.finish(hurry=True)  # whoever finishes it later finds nothing left to copy
         self._demand_weights()
         return copying
 
     def note_weights(self) -> None:
         """As they are now they are the last edge's."""
-        self._weights_at_edge = self._weights()
+        self._weights_at_edge = self._some_weights()
 
     def _demand_weights(self) -> None:
-        if self._weights() != self._weights_at_edge:
-            raise Changed("the script has written weights since the last edge")
+        with queued_on(self._stream):
+            now = self._some_weights()
+            alike = all(map(torch.equal, now, self._weights_at_edge))
+        if not alike:
+            raise Changed("the script has other weights in the model than the last edge left")
 
-    def _weights(self) -> list[tuple[int, int]]:
-        """Where each lies, and how often it was changed there."""
-        parts = [part_of(one) for one in (*self._trained_weights, *self._frozen_weights)]
-        return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in parts]
+    def _some_weights(self) -> list[torch.Tensor]:
+        """A few elements of some weights, all over the model: what is put in the place of all shows
+        in these, however it is written."""
+        weights = [part_of(one).detach() for one in (*self._trained_weights, *self._frozen_weights)]
+        every = max(1, len(weights) // SAMPLED)
+        return [sample_of(one) for one in weights[::every] if one.is_contiguous()]
 
     def size(self) -> int:
         """Bytes of memory for a copy. May be asked in the middle of a step."""
@@ -339,6 +349,7 @@ class TrainingState:
         self._left_at, self._left_set = self._paces(), self._settings()
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
+        self.spoilt = False
         self._parts_at_edge = None
         self._note_parts()
         self._note_stream()

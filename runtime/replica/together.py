@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import textwrap
 import threading
 import time
@@ -154,8 +155,8 @@ class Together:
     def commit(self) -> float:
         """Apply the step that all ranks hold: our own, or one that peers made without us. Returns
         by what `judge` judges it, the same on all ranks."""
-        made: float = self._all("commit", newcomer=self.member.newcomer)[0]
-        return made
+        made: list[float] = self._all("commit", newcomer=self.member.newcomer)
+        return next((one for one in made if not math.isfinite(one)), made[0])
 
     def ready(self, tiers: Collection[TierName]) -> set[TierName]:
         """Those of these tiers that have finished the save before on all ranks: one that hangs on a

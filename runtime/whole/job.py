@@ -157,6 +157,8 @@ class WholeJob:
         self._held_back_until = 0.0  # while it shows that it trains
         self._losses = Losses()
         self._tells_losses = False
+        #: told to end, all ranks have; what one alone saved later may be of another state
+        self._saved_at_edge = False
         #: so often our only rank has saved the last step to a tier of all, and failed
         self._tried = 0
         self._asked = False  # the control plane wants a checkpoint
@@ -189,7 +191,7 @@ class WholeJob:
     ) -> None:
         self._stalls.close()
         self._ending.close()
-        if error is None:
+        if error is None and not (self._saved_at_edge and self.job.ranks > 1):
             self._save_last()
         self._tell_end(error)
         if error is None:  # said before: who sees a rank on another node end knows why
@@ -384,6 +386,7 @@ class WholeJob:
         if over:
             self._wish = "over" if stop else "told"
             self._save_last()
+            self._saved_at_edge = True
         elif free:
             self._save(free)
         return over

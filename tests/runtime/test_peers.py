@@ -393,11 +393,9 @@ class Gated(Copying):
         super().__init__(state, step)
         self.gate = threading.Event()
 
-    def finish(
-        self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
-    ) -> Staged:
+    def finish(self, *given: Any, **how: Any) -> Staged:
         assert self.gate.wait(PATIENCE_S)
-        return super().finish(copied, give_way=give_way)
+        return super().finish(*given, **how)
 
 
 def test_a_copy_that_was_released_while_it_was_copied_is_not_held(donor: Donor) -> None:
@@ -418,10 +416,8 @@ def test_a_copy_that_was_released_while_it_was_copied_is_not_held(donor: Donor) 
 class Torn(Copying):
     """A copy that turns out not to be one."""
 
-    def finish(
-        self, copied: Callable[[int], object] | None = None, *, give_way: bool = False
-    ) -> Staged:
-        super().finish(copied, give_way=give_way)
+    def finish(self, *given: Any, **how: Any) -> Staged:
+        super().finish(*given, **how)
         raise Changed("it was changed meanwhile")
 
 

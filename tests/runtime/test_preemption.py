@@ -315,7 +315,12 @@ def lays_elsewhere(weight: torch.Tensor) -> None:
     weight.data = weight.data + 1
 
 
-@pytest.mark.parametrize("writes", [swaps, lays_elsewhere])
+def swaps_unseen(weight: torch.Tensor) -> None:
+    """As libraries of averages do: torch counts no write."""
+    weight.data.copy_(weight.data + 1)
+
+
+@pytest.mark.parametrize("writes", [swaps, lays_elsewhere, swaps_unseen])
 @pytest.mark.parametrize("frozen", [False, True])
 def test_no_copy_aside_is_of_weights_that_the_script_has_put_there(
     writes: Callable[[torch.Tensor], None], frozen: bool
@@ -327,10 +332,21 @@ def test_no_copy_aside_is_of_weights_that_the_script_has_put_there(
 
     writes(model.weight)
 
-    with pytest.raises(Changed, match="the script has written weights since the last edge"):
+    with pytest.raises(Changed, match="has other weights in the model than the last edge left"):
         state.begin_copy_aside(None)
     state.note_weights()
     assert state.begin_copy_aside(None).finish().digest != at_edge
+
+
+def test_weights_that_were_put_back_are_copied_aside() -> None:
+    model = nn.Linear(4, 3)
+    state = TrainingState(model, [], Batches(samples=24))
+    trained = model.weight.detach().clone()
+
+    swaps(model.weight)
+    model.weight.data.copy_(trained)
+
+    assert state.begin_copy_aside(None).finish().digest == state.copy().digest
 
 
 def test_weights_that_are_written_while_they_are_copied_aside_make_no_copy(

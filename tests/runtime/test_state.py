@@ -8,6 +8,7 @@ import random
 import threading
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -694,13 +695,21 @@ def test_a_copy_by_another_thread_is_of_what_the_training_s_stream_computes(
     state._card = fake_card.DEVICE
     edge(state)
     waits_for: list[Any] = []
+    looks_on: list[Any] = []
     monkeypatch.setattr(snapshot, "stream_beside", lambda _, stream: waits_for.append(stream))
+
+    def queued_on(stream: Any) -> nullcontext[None]:
+        looks_on.append(stream)
+        return nullcontext()
+
+    monkeypatch.setattr("runtime.replica.state.queued_on", queued_on)
 
     aside = threading.Thread(target=state.begin_copy_aside, args=(None,))
     aside.start()
     aside.join()
 
     assert waits_for == [ours]
+    assert looks_on == [ours, ours]  # before the copy, and after it
 
 
 def imported(state: TrainingState, **weights: Any) -> None:

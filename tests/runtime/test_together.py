@@ -1094,6 +1094,7 @@ def hold_summed(pair: Pair, gradient: float) -> None:
     summed = torch.full((gradients.size,), gradient)
     buffer = torch.cat([summed, gradients.tail(Wishes())])
     pair.rank.hold(Reduced(pair.rank.engine.pending, 1, buffer))
+    pair.other.answers["commit"] = {"value": 1.0}
 
 
 def is_sound(pair: Pair) -> bool:
@@ -1133,6 +1134,49 @@ def test_a_scaler_that_is_off_keeps_nothing_from_the_weights(pair: Pair) -> None
     pair.together.judge(pair.together.commit())
 
     assert not is_sound(pair)
+    assert pair.together.holds_back
+
+
+def test_an_optimizer_that_refuses_such_gradients_holds_nothing_back(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (optimizer,) = pair.state.optimizers
+    monkeypatch.setattr(optimizer, "step", lambda *_given: None)
+    hold_summed(pair, math.inf)
+
+    pair.together.judge(pair.together.commit())
+
+    assert is_sound(pair)
+    assert not pair.together.holds_back
+
+
+def test_spoilt_weights_are_never_saved_whatever_the_losses_are(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = spied(pair.rank, "_save", monkeypatch)
+    pair.rank._members = [0]
+    hold_summed(pair, math.nan)
+    pair.together.judge(pair.together.commit())
+    pair.rank.save_aside()
+    monkeypatch.setattr(
+        pair.rank.engine, "apply", lambda *_given: Applied(loss=1.0, grad_norm=1.0, samples=4)
+    )
+    hold_summed(pair, 1.0)
+
+    pair.together.judge(pair.together.commit())
+
+    assert pair.together.holds_back
+    assert saved == []
+
+
+@pytest.mark.parametrize("made", [[1.0, math.nan], [math.nan, 1.0]])
+def test_weights_that_are_spoilt_on_one_rank_are_on_all(
+    pair: Pair, made: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.together, "_all", lambda _op, **_given: made)
+
+    pair.together.judge(pair.together.commit())
+
     assert pair.together.holds_back
 
 
