@@ -9,6 +9,7 @@ import hashlib
 import random
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,20 @@ FIRST_REPORT_RETRY_S, LAST_REPORT_RETRY_S = 1.0, 10.0
 LEAST_BEAT_S, MOST_BEAT_S = 0.1, 60.0
 #: The driver lists its cards for the first time within this time.
 FIRST_LIST_S = 60.0
+#: A card that does not answer is told of again after so long; one that has answered for so long
+#: is silent no more.
+STILL_SILENT_S, ANSWERS_AGAIN_S = 5.0, 10.0
+
+
+@dataclass
+class _Silence:
+    """A card that does not answer."""
+
+    at: float  # when that began, as a Unix time
+    began: float  # and by a clock that nobody sets
+    count: int = 0  # how often it was told, and when last
+    told: float = 0.0
+    answered: float | None = None  # since when it answers, until that has lasted
 
 
 class Agent:
@@ -62,7 +77,7 @@ class Agent:
         self._results = Spool(config.state_dir / "results.jsonl")
         self._supervisor = Supervisor(config, self._boot_id, self._emit, self._wake.ring)
         self._hardware: Hardware = open_hardware(config, self._busy)
-        self._unreadable: set[str] = set()
+        self._silences: dict[str, _Silence] = {}  # by the card
         self._reported = ""
 
     def stop(self) -> None:
@@ -212,12 +227,28 @@ class Agent:
         return True
 
     def _notice_unreadable(self, unreadable: dict[str, str]) -> None:
-        """One event for each card that stops answering; again only after it has answered."""
-        for uuid in unreadable.keys() - self._unreadable:
-            key = f"unreadable {uuid} {time.time_ns()}"
-            data = {"reason": unreadable[uuid]}
-            self._emit("gpu_unreadable", key, data, source="hardware", gpu_uuid=uuid)
-        self._unreadable = set(unreadable)
+        """One event for each card that stops answering, at once; told again, as its repeats, for
+        as long as it does not answer. One that answers for moments is silent still."""
+        now = time.monotonic()
+        for uuid in self._silences.keys() - unreadable.keys():
+            silence = self._silences[uuid]
+            silence.answered = silence.answered or now
+        for uuid, reason in unreadable.items():
+            known = self._silences.get(uuid)
+            if known is None or (known.answered and now - known.answered > ANSWERS_AGAIN_S):
+                known = self._silences[uuid] = _Silence(time.time(), now)
+            known.answered = None
+            if known.count == 0 or now - known.told >= STILL_SILENT_S:
+                known.count, known.told = known.count + 1, now
+                self._tell_silence(uuid, known, reason)
+
+    def _tell_silence(self, uuid: str, silence: _Silence, reason: str) -> None:
+        data: dict[str, Any] = {"reason": reason}
+        if silence.count > 1:
+            last_at = silence.at + silence.told - silence.began
+            data |= {"count": silence.count, "last_at": last_at}
+        key = f"unreadable {uuid} {silence.at}"
+        self._emit("gpu_unreadable", key, data, source="hardware", gpu_uuid=uuid, at=silence.at)
 
     # --- events
 

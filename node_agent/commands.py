@@ -2,6 +2,7 @@
 
 A command's id is written down before its effect. An id seen before is never executed again: its
 stored result is sent once more; a start whose end is unknown is settled by looking at the world.
+A stop, which may be executed twice, is executed also where nothing can be written down.
 
 What is not proven to be an order to this node gets no answer: it may be a genuine order that was
 altered on its way, of which "nothing was executed" would be untrue once the order itself arrives.
@@ -148,7 +149,8 @@ class Commands:
                     raise _Refusal(f"allow-list: {name!r} cannot name a job or a placement")
 
     def _begin(self, command: wire.Command) -> bool:
-        """Write the id down, before any effect. False, and a failed result, if that fails."""
+        """Write the id down, before any effect. False, and a failed result, if that fails; but a
+        stop goes on without."""
         action = command.action
         entry: dict[str, Any] = {
             "id": command.id,
@@ -160,11 +162,13 @@ class Commands:
             self._journal.append([entry])
         except OSError as error:
             log("command_journal_full", "error", id=command.id, error=str(error))
-            result = _failed(command.id, f"not executed: the journal refused it: {error}")
-            # Nor is it executed when it is offered again, once there is room.
-            self._seen[command.id] = {**entry, "result": msgspec.to_builtins(result)}
-            self._send(result)
-            return False
+            if not isinstance(action, wire.StopProcess):
+                result = _failed(command.id, f"not executed: the journal refused it: {error}")
+                # Nor is it executed when it is offered again, once there is room.
+                self._seen[command.id] = {**entry, "result": msgspec.to_builtins(result)}
+                self._send(result)
+                return False
+            # What is stopped may be what fills the disk, and may be stopped twice.
         self._seen[command.id] = entry
         return True
 
@@ -245,14 +249,14 @@ class Commands:
         running = self._supervisor.find(entry["placement"])
         if verb == "start_rank" and running is not None:
             return _done(command_id, {"pid": running.pid, "started_at": running.started_at})
-        if verb == "start_coordinator" and running is not None:
-            try:
+        try:
+            if verb == "start_coordinator" and running is not None:
                 return _done(command_id, self._coordinator_up(entry["placement"]))
-            except CannotStart as error:
-                return _failed(command_id, str(error))
-        if verb == "stop_process" and running is None:
-            self._supervisor.stop(entry["placement"], 0)  # it may wait for its next start
-            return _done(command_id, {"stopped": True})
+            if verb == "stop_process" and running is None:
+                # It may wait for its next start, or not all of it has ended.
+                return _done(command_id, self._stop(entry["placement"], 0))
+        except FAILURES as error:
+            return _failed(command_id, str(error))
         return _failed(
             command_id, f"the agent was restarted during this {verb}; it is not under way"
         )

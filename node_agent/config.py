@@ -38,7 +38,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     switch: Short = ""  # that its fabric hangs on
     join_token_file: Path | None = None  # needed until the node is enrolled
     hardware_dir: Path | None = None  # simulated only: what the chassis writes
-    kernel_log: Path | None = None  # default: /dev/kmsg, or kernel.log in hardware_dir
+    #: default: /dev/kmsg, or kernel.log in hardware_dir; of real hardware it is a device
+    kernel_log: Path | None = None
     boot_id_file: Path | None = None  # default: the kernel's, or boot_id in hardware_dir
     nvidia_smi: Path = Path("/usr/bin/nvidia-smi")  # what resets real cards
     #: The vendor's field diagnostic: argv, in which {pci}, {uuid} or {index} stands for the card.
@@ -104,6 +105,11 @@ def _check(path: Path, config: Config) -> None:
         raise ConfigError(f"{path}: `ingest_url` must start with http:// or https://")
     if config.hardware == "simulated" and config.hardware_dir is None:
         raise ConfigError(f"{path}: `hardware_dir` is needed when `hardware` is simulated")
+    if config.hardware == "nvml" and config.kernel_log and not config.kernel_log.is_char_device():
+        raise ConfigError(
+            f"{path}: `kernel_log` must be the kernel's own device: the faults of a file would be"
+            " told again after each boot. Leave it out for /dev/kmsg"
+        )
     if config.field_diagnostic and not any(
         name in word for name in CARD_NAMES for word in config.field_diagnostic[1:]
     ):

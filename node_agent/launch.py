@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -17,9 +18,12 @@ import msgspec
 
 from node_agent import procfs, wire
 from node_agent.config import Config
+from node_agent.log import log
 
 #: Log files kept per node; the oldest go when a new process starts.
 MAX_LOGS = 100
+#: A log that has grown beyond this is cut, and of what it held its end is kept beside it.
+MAX_LOG_BYTES, LOG_TAIL_BYTES = 64 * 2**20, 2**20
 #: Beside them; in it stands the card's UUID.
 DIAGNOSTIC_LOG = "field-diagnostic-{}.log"
 #: A start that takes longer counts as one: its folder may hang.
@@ -155,7 +159,8 @@ def spawn(
     """
     paths = [str(config.workdir), *filter(None, [os.environ.get("PYTHONPATH")])]
     inherited = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    with _fresh_log(config.state_dir / "logs", placement, running).open("wb") as output:
+    # To be appended to: who writes to one that was cut goes on at its new end.
+    with _fresh_log(config.state_dir / "logs", placement, running).open("ab") as output:
         process = launch(
             argv, config.workdir, {**inherited, **environment}, output, start_new_session=True
         )
@@ -204,6 +209,30 @@ def launch(
     return process
 
 
+def cut_logs(folder: Path) -> None:
+    """Cut the logs that have grown too long. Who writes to one waits for nobody: what it
+    writes meanwhile may be lost."""
+    for path in _placements_logs(folder):
+        try:
+            status = path.stat()
+            # Who does not append goes on where it was: where the log was cut, it has a hole.
+            held = min(status.st_size, 512 * status.st_blocks)
+            if held > MAX_LOG_BYTES:
+                log("log_cut", "warning", path=path, bytes=held)
+                _cut(path)
+        except OSError as error:  # it may have made way for another just now
+            log("log_not_cut", "warning", path=path, error=str(error))
+
+
+def _cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(-LOG_TAIL_BYTES, os.SEEK_END)
+        tail = file.read(LOG_TAIL_BYTES)
+        file.truncate(0)
+    with contextlib.suppress(OSError):  # what filled the disk may be another
+        path.with_suffix(".log.1").write_bytes(tail)
+
+
 def _told(hears: int) -> tuple[bytes, bool]:
     """What the launcher says within LAUNCH_S, and whether that is all."""
     told, until = b"", time.monotonic() + LAUNCH_S
@@ -213,6 +242,12 @@ def _told(hears: int) -> tuple[bytes, bool]:
             return told, True
         told += more
     return told, False
+
+
+def _placements_logs(folder: Path, pattern: str = "*.log") -> list[Path]:
+    """Not what a field diagnostic said."""
+    diagnostics = DIAGNOSTIC_LOG.format("*")
+    return [file for file in folder.glob(pattern) if not file.match(diagnostics)]
 
 
 def _fresh_log(folder: Path, placement: str, running: Collection[str]) -> Path:
@@ -225,8 +260,7 @@ def _fresh_log(folder: Path, placement: str, running: Collection[str]) -> Path:
     if path.exists():
         path.replace(path.with_suffix(".log.1"))
     kept = {f"{name}.log" for name in running}
-    diagnostics = DIAGNOSTIC_LOG.format("*")
-    old = [f for f in folder.iterdir() if f.name not in kept and not f.match(diagnostics)]
+    old = [file for file in _placements_logs(folder, "*") if file.name not in kept]
     old.sort(key=lambda file: file.stat().st_mtime, reverse=True)
     for file in old[MAX_LOGS:]:
         file.unlink()

@@ -37,6 +37,8 @@ MAX_LINE = 8192
 BLOCK = 65536
 #: So long to the next attempt, where the log cannot be read.
 RETRY_S = 10.0
+#: Where nothing came that matters the cursor is written so often at most.
+CURSOR_S = 5.0
 
 #: deliver([...]): keep these lines and counts, durably, before it returns.
 Deliver = Callable[[list[Told]], None]
@@ -61,7 +63,7 @@ def follow(
     crash.
     """
     start, repeats = _load(cursor_file, boot_id)
-    kept = True
+    kept, written, written_at = True, dict[str, Any](), 0.0
 
     def wait_s() -> float | None:
         return repeats.wait_s(time.time())
@@ -77,9 +79,12 @@ def follow(
         if told:
             deliver(told)
         stored = {**asdict(cursor), "repeats": repeats.state()}
+        # What was only passed over costs less to read again than to write down.
+        if {**written, "offset": cursor.offset} == stored and 0 <= now - written_at < CURSOR_S:
+            continue
         try:
             write_atomically(cursor_file, msgspec.json.encode(stored))
-            kept = True
+            kept, written, written_at = True, stored, now
         except OSError as error:
             if kept:  # said once, not for each line
                 log("kernel_log_cursor_not_kept", "error", path=cursor_file, error=str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 from collections.abc import Callable
 
 from node_agent.collectors import host, reset_marks, xid
@@ -28,12 +29,24 @@ MIN_AVAILABLE_BYTES = 256 * 2**20
 #: SHA-256 applied this often to its own output, from 32 zero bytes.
 ROUNDS = 200_000
 KNOWN_ANSWER = "c4773d4f7ba4ea18ce27038cca89df4b29a1d5c12808fd05ea0037fb2579fecd"
-#: Xids that say nothing of the card, by NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors):
-#: faults of the program that used it (13 shader exception, 31 page fault, 43 its channel was
-#: reset), the tidying up after another fault (45), and marks made on purpose (14 fault injected
-#: from user space, 106 and 107 test messages of the management bus). Where one of the first three
-#: is the card's after all, it repeats, and the record of the card tells.
-NOT_OF_THE_CARD = frozenset({13, 14, 31, 43, 45, 106, 107})
+#: Xids for which NVIDIA's catalogue (docs.nvidia.com/deploy/xid-errors) wants more done than to
+#: start the program again: the control plane would take the node out for one too. Any other says
+#: nothing of the card, or it repeats, and the record of the card tells.
+OF_THE_CARD = frozenset(
+    {46, 48, 54, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 142, 143, *range(144, 152)}
+    | {154, 155, 156, 158, 166, 167, 168, 169, 170, 173}
+)
+#: SXids that an NVSwitch goes on after, by NVIDIA's guide to the Fabric Manager: errors that it
+#: corrected, notes of its links' performance, warnings of its temperature and host interface.
+NOT_OF_THE_SWITCH = frozenset(
+    {11012, 11021, 11022, 11023, 12021, 12023, 15008, 15011, 19049, 19055, 19057, 19059, 19062}
+    | {19065, 19068, 19071, 22013, 24001, 24002, 24003}
+    | {20001, 20009, 20012, 28006}
+    | {10001, 10002, 10004, 10005}
+)
+#: Of the Xids, the one that says what the driver wants done, and its words for nothing.
+RECOVERY_ACTION = 154
+_NOTHING_WANTED = re.compile(r"\bto\s+(?:0x)?0+\b", re.IGNORECASE)
 
 
 def cards(config: Config, _level: int) -> Outcome:
@@ -55,16 +68,18 @@ def cards(config: Config, _level: int) -> Outcome:
 
 
 def ecc(config: Config, _level: int) -> Outcome:
-    """No uncorrectable memory error since the driver was loaded."""
-    _, readings = look_once(config)
+    """No uncorrectable memory error since the driver was loaded. A card that answers, and has no
+    counter of them, does not correct its memory, or has that switched off."""
+    inventory, readings = look_once(config)
     counts = {value.uuid: value.ecc_uncorrected for value in readings.values}
     bad = [f"{uuid}: {count:g}" for uuid, count in counts.items() if count]
     if bad:
         return "failed", f"uncorrectable errors: {', '.join(bad)}"
-    unknown = [uuid for uuid, count in counts.items() if count is None]
-    if unknown or not counts:
-        return "skipped", f"no counter can be read on {', '.join(unknown) or 'any card'}"
-    return "passed", f"{len(counts)} cards without uncorrectable errors"
+    silent = {card.uuid for card in inventory.gpus} - counts.keys()
+    if silent or not counts:
+        return "skipped", f"no counter can be read on {', '.join(sorted(silent)) or 'any card'}"
+    without = sum(count is None for count in counts.values())
+    return "passed", f"{len(counts)} cards show no uncorrectable error, {without} for want of ECC"
 
 
 def remapping(config: Config, _level: int) -> Outcome:
@@ -154,4 +169,10 @@ CHECKS: dict[str, Callable[[Config, int], Outcome]] = {
 
 
 def _speaks_against_a_card(parsed: xid.Parsed) -> bool:
-    return not (isinstance(parsed, xid.XidLine) and parsed.code in NOT_OF_THE_CARD)
+    if isinstance(parsed, xid.SxidLine):
+        return parsed.code not in NOT_OF_THE_SWITCH
+    if isinstance(parsed, xid.LostGpu):
+        return True
+    if parsed.code == RECOVERY_ACTION and _NOTHING_WANTED.search(parsed.text):
+        return False
+    return parsed.code in OF_THE_CARD

@@ -1,5 +1,5 @@
 """An agent whose disk is full, or read-only, goes on telling, and executes nothing that it cannot
-write down."""
+write down, but for stops."""
 
 from __future__ import annotations
 
@@ -59,6 +59,16 @@ def test_a_full_disk_ends_no_agent_and_nothing_is_executed_unrecorded(agent: Nod
     assert agent.plane.results[1] == unrecorded
     assert not procfs.with_environment("DRYDOCK_PLACEMENT", "p-1")
     assert agent.started_rank("p-2") > 0
+
+
+def test_a_rank_is_stopped_though_the_disk_is_full(agent: Node) -> None:
+    pid = agent.started_rank()
+    with full_disk(pid_of(agent)):
+        result = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-1")))
+    stopped = procfs.read(pid)
+
+    assert result.output == {"stopped": True}
+    assert stopped is None
 
 
 def test_an_agent_begins_on_a_full_disk_and_adopts_what_runs(agent: Node) -> None:

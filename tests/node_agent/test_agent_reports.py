@@ -111,6 +111,39 @@ def test_a_card_that_stops_answering_is_an_event_once(agent: Node) -> None:
     assert agent.plane.beats[-1].readings[0].temperature_c is None
 
 
+def told_again(agent: Node, times: int) -> wire.Event:
+    """The one event of a silent card, once it was told so often."""
+
+    def counted() -> list[wire.Event]:
+        events = agent.plane.events_of("gpu_unreadable")
+        return [event for event in events if event.data.get("count", 1) >= times]
+
+    (event,) = eventually(counted)
+    assert isinstance(event, wire.Event)
+    return event
+
+
+def test_a_card_that_stays_silent_is_told_again_as_the_same_event(agent: Node) -> None:
+    agent.fit("GPU-a", unreadable=True)
+
+    event = told_again(agent, 2)
+
+    assert len(agent.plane.events_of("gpu_unreadable")) == 1
+    assert event.data["last_at"] > event.at
+
+
+def test_a_card_that_answers_for_a_moment_is_silent_still(agent: Node) -> None:
+    agent.fit("GPU-a", unreadable=True)
+    eventually(lambda: agent.plane.events_of("gpu_unreadable"))
+    agent.fit("GPU-a")
+    eventually(lambda: agent.plane.beats[-1].readings[0].temperature_c is not None)
+    agent.fit("GPU-a", unreadable=True)
+
+    told_again(agent, 2)
+
+    assert len(agent.plane.events_of("gpu_unreadable")) == 1
+
+
 def test_a_silent_card_is_told_without_waiting_for_a_beat(agent: Node) -> None:
     agent.plane.next_in_s = 600.0
     beats = len(agent.plane.beats)

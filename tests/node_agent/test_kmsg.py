@@ -111,6 +111,21 @@ def test_a_cursor_that_a_full_disk_refuses_is_logged_once_and_lines_are_told(
     assert capsys.readouterr().err.count("kernel_log_cursor_not_kept") == 2
 
 
+@pytest.mark.parametrize(("line", "times"), [([], 1), ([("", "NVRM: again")], 9)])
+def test_the_cursor_is_written_at_once_where_something_was_read_that_matters(
+    line: list[tuple[str, str]], times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Mock()
+    monkeypatch.setattr(kmsg, "write_atomically", write)
+    monkeypatch.setattr(kmsg, "time", SimpleNamespace(time=lambda: 1e9))
+    steps = [(kmsg.Cursor("boot", number), line) for number in range(9)]
+    monkeypatch.setattr(kmsg, "_steps", lambda *_: iter(steps))
+
+    kmsg.follow(tmp_path, tmp_path / "cursor", "boot", Mock(), threading.Event())
+
+    assert write.call_count == times
+
+
 SEGFAULT = "{}[4242]: segfault at 0 ip 000055d5c0a0 sp 00007ffd2a10 error 4 in {}[55d5c0a0+1000]"
 LOST = "NVRM: GPU 0000:1b:00.0: GPU has fallen off the bus."
 FORGED = [

@@ -105,6 +105,7 @@ def test_the_agent_is_a_service_that_its_ranks_outlive(pasted: Path) -> None:
     assert service["ExecStart"].endswith(f"/python -m node_agent --config {config}")
     assert service["ExecStart"].startswith(service["WorkingDirectory"])
     assert service["KillMode"] == "process"
+    assert service["OOMPolicy"] == "continue"
     assert service["Restart"] == "always"
     assert service["RestartPreventExitStatus"] == str(EX_CONFIG)
 
