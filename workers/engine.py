@@ -264,7 +264,10 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     if step is None or run.state not in RUN_ACTIVE:
         log.warning("step.stale_outcome_dropped", step=claimed.pk, outcome=outcome.text)
         return
-    if run.incident_id != claimed.run.incident_id:
+    merged = run.incident_id != claimed.run.incident_id
+    if merged and (outcome.apply is not None or _ends(outcome, run, step)):
+        if step.effect == Effect.NON_REPEATABLE and not isinstance(outcome, Wait):
+            step.attempts += 1  # what it has done it must not do again, if it cannot tell
         outcome = Wait(text="its incident was merged into another: it looks again", wake_s=0)
     now = timezone.now()
     news_meanwhile = step.wake_at is not None

@@ -31,11 +31,13 @@ from controlplane.health import actions as health
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.choices import RUN_UNFINISHED
+from controlplane.incidents.models import PlaybookStep
 from controlplane.jobs import actions as jobs
 from controlplane.rest.idempotency import forget_old_answers
 from workers import engine, metrics
 from workers.intake import silence
-from workers.playbooks import PLAYBOOKS, site_silent
+from workers.playbooks import PLAYBOOKS, node_steps, site_silent
 from workers.pulse import Pulse
 from workers.sensors import Sensors
 
@@ -138,6 +140,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         partial(incidents.pause_overdue_runs, now),
         partial(engine.release_expired, now),
         site_silent.look_again_once_heard,
+        node_steps.look_again_once_heard,
         incidents.admit_enrolled,
         incidents.readmit_replaced,
         incidents.keep_warm_spares,
@@ -145,12 +148,18 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         incidents.bring_back_sent_away,
         partial(jobs.expire_reservations, now),
         partial(forget_old_answers, now),
+        partial(_forget_orders, now),
         partial(jobs.thin_progress, now),
         partial(_chain_audit, memory),
     ):
         _do(chore)
     if engine.work_is_due(now):
         doorbell.ring()
+
+
+def _forget_orders(now: datetime) -> int:
+    unfinished = PlaybookStep.objects.filter(run__state__in=sorted(RUN_UNFINISHED))
+    return fleet.forget_commands(now, unfinished.values_list("pk", flat=True))
 
 
 def _do(chore: Callable[[], object]) -> None:
@@ -272,7 +281,7 @@ def _declare_lost(now: datetime) -> None:
 
 @change()
 def _tell_of_the_let_go(now: datetime) -> None:
-    """Tell again of nodes whose silence led to nothing, since they were on hold."""
+    """Tell again of nodes whose silence led to nothing, since somebody had them in hand."""
     for node, word in silence.let_go_while_silent():
         log.warning("node.let_go_silent", node=node.name)
         # Told after the word, by whichever clock, so that it is not told of again.

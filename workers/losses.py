@@ -23,6 +23,8 @@ from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
 #: Hardware evidence this long before the loss still explains it.
 LOOK_BACK = timedelta(seconds=60)
+#: An agent tells of a card that does not answer so often: it does so still if told since.
+SILENT_STILL = timedelta(seconds=20)
 #: A job that told of none for so many steps stands still.
 STEPS_MISSED = 3
 
@@ -41,7 +43,13 @@ def evidence_of(
     verdicts = [
         verdict_of(one) for one in told.filter(kind__in=HARDWARE_SPEAKS).select_related("gpu")
     ]
-    silent = told.filter(kind=SignalKind.GPU_UNREADABLE).first()
+    # That a card does not answer lasts if it was told again: it may have begun before.
+    silences = Signal.objects.filter(
+        Q(observed_at__gte=since) | Q(repeated_at__gte=since - SILENT_STILL),
+        node=placement.node,
+        kind=SignalKind.GPU_UNREADABLE,
+    )
+    silent = silences.filter(boot_id=placement.node.boot_id).first()
     lease = placement.node.lease
     own = placement.replica.alive.filter(node_rank=placement.node_rank)
     return triage.LossEvidence(

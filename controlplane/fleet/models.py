@@ -301,6 +301,11 @@ class Command(models.Model):
                 condition=Q(state__in=COMMAND_PENDING),
                 name="command_by_expiry",
             ),
+            models.Index(
+                fields=["finished_at"],
+                condition=Q(finished_at__isnull=False),
+                name="command_by_end",
+            ),
             # By how its asker's name begins: the unique index serves that in the C collation alone.
             models.Index(
                 fields=["requester"], opclasses=["text_pattern_ops"], name="command_by_asker"

@@ -24,6 +24,8 @@ MAX_COUNT = 2_000_000_000
 LAST_MOMENT = 1e11
 #: Readings that a card keeps in its own memory, whatever is done to it.
 KEPT_BY_CARD = ("remap_failed", "remapped_rows", "exhausted_banks")
+#: Events that an agent tells again for as long as what they speak of goes on.
+GO_ON = ("kernel_line", "gpu_unreadable")
 
 
 @change()
@@ -87,7 +89,7 @@ def _count_repeats(row: str, event: wire.Event) -> None:
     """An agent tells of repeats as a count of the first: told late, or twice, it changes nothing.
     They are to be triaged again, for the node may have been repaired in between."""
     count, last_at = event.data.get("count"), event.data.get("last_at")
-    if event.kind != "kernel_line" or not isinstance(last_at, int | float):
+    if event.kind not in GO_ON or not isinstance(last_at, int | float):
         return
     if isinstance(count, int) and 1 < count < MAX_COUNT and event.at <= last_at < LAST_MOMENT:
         Signal.objects.filter(pk=row, count__lt=count).update(

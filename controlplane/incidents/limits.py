@@ -6,15 +6,17 @@ and dry runs ask the same, so that what is shown is what will be decided.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
 from django.conf import settings
-from django.db.models import F, Q, QuerySet
+from django.db.models import F, OuterRef, Q, QuerySet, Subquery
+from django.db.models.functions import Coalesce
 from django.utils import timezone
 
+from controlplane.accounts.models import AuditEvent
 from controlplane.accounts.selectors import username
 from controlplane.fleet.actions.nodes import OUR_DRAIN
 from controlplane.fleet.choices import IN_SERVICE, TAKEN_OUT, NodeState
@@ -79,7 +81,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class _Out:
+class Out:
     """A node that is out for repair, and what it counts against."""
 
     node_id: str
@@ -129,9 +131,12 @@ def speaks_against(
     return [*found, *_full_budgets(node, code, job_id, deadline)]
 
 
-def budgets_of(cluster: Cluster) -> list[BudgetUse]:
-    """The cluster's limits with what is used: of racks, jobs and codes the fullest is shown."""
-    out = _out_nodes(cluster.pk)
+def budgets_of(cluster: Cluster, out: Sequence[Out] | None = None) -> list[BudgetUse]:
+    """The cluster's limits with what is used: of racks, jobs and codes the fullest is shown.
+
+    `out` are its `out_nodes`, where they are known already.
+    """
+    out = out_nodes(cluster.pk) if out is None else out
     limits = limits_of(cluster.pk)
     racks = dict(cluster.racks.values_list("pk", "name"))
     uses = [BudgetUse(Scope.CLUSTER, cluster.name, limits[Scope.CLUSTER], len(out))]
@@ -145,6 +150,34 @@ def budgets_of(cluster: Cluster) -> list[BudgetUse]:
         label = names.get(fullest, fullest) or f"any {scope.value}"
         uses.append(BudgetUse(scope, label, limits[scope], counted.get(fullest, 0)))
     return uses
+
+
+def out_nodes(cluster_id: str) -> list[Out]:
+    """Nodes that automation has in hand or that are out for repair already, each once.
+
+    One that was never in service is missed nowhere: new nodes that fail their first diagnostics
+    must not stop the repair of others.
+    """
+    lately = timezone.now() - timedelta(seconds=settings.RMA_COUNTS_S)
+    taken = Node.objects.filter(
+        Q(state__in=OUT) | Q(state=NodeState.RMA, state_since__gte=lately),
+        cluster_id=cluster_id,
+        admitted_at__isnull=False,
+    )
+    # Of a node whose run has ended, and that is out still, the last one that was for a fault says
+    # for what it was taken. (A run releases as it ends, after it has taken the node out.)
+    of_now = Q(node__in=taken.values("pk"), released_at__gte=F("left_at"))
+    held = Reservation.objects.alias(left_at=_left_service_at()).filter(
+        Q(released_at=None) | of_now & ~Q(job=None, code=""), cluster_id=cluster_id
+    )
+    newest = held.order_by("node", "-reserved_at").distinct("node")
+    out = {
+        node_id: Out(node_id, rack_id, job_id, code)
+        for node_id, rack_id, job_id, code in newest.values_list("node", "rack", "job", "code")
+    }
+    for node_id, rack_id in taken.values_list("pk", "rack"):
+        out.setdefault(node_id, Out(node_id, rack_id, None, ""))
+    return list(out.values())
 
 
 def limits_of(cluster_id: str) -> dict[Scope, int]:
@@ -240,7 +273,7 @@ def _full_budgets(
     A limit of 0 is a person's word: nobody gives a place of it back.
     """
     limits = limits_of(node.cluster_id)
-    out = [o for o in _out_nodes(node.cluster_id) if o.node_id != node.pk]
+    out = [o for o in out_nodes(node.cluster_id) if o.node_id != node.pk]
     counted = [(Scope.CLUSTER, "this cluster", out)]
     if node.rack_id is not None:
         of_rack = [o for o in out if o.rack_id == node.rack_id]
@@ -279,29 +312,12 @@ def _comes_free(node_ids: list[str], deadline: datetime | None) -> bool:
     ).exists()
 
 
-def _out_nodes(cluster_id: str) -> list[_Out]:
-    """Nodes that automation has in hand or that are out for repair already, each once.
-
-    One that was never in service is missed nowhere: new nodes that fail their first diagnostics
-    must not stop the repair of others.
-    """
-    lately = timezone.now() - timedelta(seconds=settings.RMA_COUNTS_S)
-    taken = Node.objects.filter(
-        Q(state__in=OUT) | Q(state=NodeState.RMA, state_since__gte=lately),
-        cluster_id=cluster_id,
-        admitted_at__isnull=False,
+def _left_service_at() -> Coalesce:
+    """Of a reservation's node that is out, when it was in service last: by its history."""
+    left = AuditEvent.objects.filter(
+        object_type="node",
+        object_id=OuterRef("node"),
+        verb="node.transition",
+        before__state__in=sorted(IN_SERVICE),
     )
-    # Of a node whose run has ended, and that is out still, the last one that was for a fault says
-    # for what it was taken. (A run releases as it ends, after it has changed the node's state.)
-    of_now = Q(node__in=taken.values("pk"), released_at__gte=F("node__state_since"))
-    held = Reservation.objects.filter(
-        Q(released_at=None) | of_now & ~Q(job=None, code=""), cluster_id=cluster_id
-    )
-    newest = held.order_by("node", "-reserved_at").distinct("node")
-    out = {
-        node_id: _Out(node_id, rack_id, job_id, code)
-        for node_id, rack_id, job_id, code in newest.values_list("node", "rack", "job", "code")
-    }
-    for node_id, rack_id in taken.values_list("pk", "rack"):
-        out.setdefault(node_id, _Out(node_id, rack_id, None, ""))
-    return list(out.values())
+    return Coalesce(Subquery(left.order_by("-id").values("at")[:1]), F("node__state_since"))

@@ -53,6 +53,7 @@ from controlplane.incidents.models import (
 from controlplane.incidents.plans import NODE_ORDERS
 from controlplane.jobs.models import Job
 from controlplane.jobs.selectors import placeable, placeable_nodes
+from controlplane.paging import Top
 from workers import triage
 
 #: How far back a list may reach, by the word in the address, in seconds.
@@ -64,6 +65,9 @@ WINDOWS: dict[str, tuple[str, float]] = {
 }
 #: What a failure may call for that only a person on the spot can do.
 HANDS = triage.FOR_PEOPLE - {"contact_vendor"}
+#: So many of an incident's failures are shown, the first ones, and so many of its lines.
+FAILURES_SHOWN = 100
+LINES_SHOWN = 500
 #: So many of a failure's signals are shown, the first ones: each repeat is one more of them.
 SIGNALS_SHOWN = 5
 
@@ -335,10 +339,11 @@ def _gaps_of(incident: Incident) -> list[float]:
     return list(interruptions.values_list("gap_s", flat=True)[:1000])
 
 
-def failures_of(incident: Incident) -> list[Failure]:
-    """What triage found behind the incident, oldest first, each with its `first_signals`."""
+def failures_of(incident: Incident) -> Top[Failure]:
+    """What triage found behind the incident, the oldest, each with its `first_signals`."""
     failures = incident.failures.select_related("node", "gpu").defer("node__report")
-    return list(failures.prefetch_related(first_signals()).order_by("observed_at")[:100])
+    told = failures.prefetch_related(first_signals()).order_by("observed_at")
+    return Top.of(told, FAILURES_SHOWN)
 
 
 def first_signals() -> Prefetch[Any, Any, Any]:
@@ -365,13 +370,14 @@ class Told:
         return "" if self.raw.split() == self.entry.text.split() else self.entry.text
 
 
-def timeline_of(incident: Incident, *, limit: int = 500) -> list[Told]:
-    """The newest entries, oldest of them first."""
-    entries = list(incident.timeline.order_by("-at", "-id")[:limit])[::-1]
+def timeline_of(incident: Incident) -> tuple[list[Told], int]:
+    """The newest entries, oldest of them first; and how many there are."""
+    top = Top.of(incident.timeline.order_by("-at", "-id"), LINES_SHOWN)
+    entries = top.rows[::-1]
     said_by = [str(entry.data.get("by", "")) for entry in entries]
     names = usernames(said_by)
     people = [names[by] if person_id(by) and names[by] != by else "" for by in said_by]
-    return [Told(entry, person) for entry, person in zip(entries, people, strict=True)]
+    return [Told(entry, by) for entry, by in zip(entries, people, strict=True)], top.total
 
 
 # --- Lists of the API -----------------------------------------------------------------------------
@@ -428,8 +434,8 @@ def waits_for_a_worker(*, since: datetime) -> bool:
     return steps.exists() or runs.exists() or signals.exists()
 
 
-#: Playbooks that take their node out of service, or are about to.
-TAKING_OUT = ("repair-node", *NODE_ORDERS.values())
+#: Playbooks that take their node out of service, or are about to: a diagnosis leaves it at work.
+TAKING_OUT = {"repair-node", *NODE_ORDERS.values()} - {NODE_ORDERS["diagnose"]}
 
 
 def usable_nodes(cluster_id: str, job_id: str | None = None) -> QuerySet[Node]:
@@ -448,6 +454,6 @@ def usable() -> Q:
 def _stays() -> Q:
     """Of a node: that no run is about to take it out."""
     leaving = PlaybookRun.objects.filter(
-        node__isnull=False, playbook__in=TAKING_OUT, state__in=sorted(RUN_UNFINISHED)
+        node__isnull=False, playbook__in=sorted(TAKING_OUT), state__in=sorted(RUN_UNFINISHED)
     )
     return ~Q(pk__in=leaving.values("node"))

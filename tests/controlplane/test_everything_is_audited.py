@@ -28,6 +28,7 @@ UNAUDITED = {
     "fleet.record_command_result": "the command's row is the record: output, error, time",
     "fleet.call_back_commands": "the step that calls back says so; its command rows say when",
     "fleet.expire_commands": "a deadline that the order had named",
+    "fleet.forget_commands": "orders that had their end a month ago; that they were given stays",
     # Observations: kept verbatim as rows of their own, never changed.
     "health.record_signal": "a signal is its own record",
     "health.record_failure": "a failure is its own record, with the signals it was made of",

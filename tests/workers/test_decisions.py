@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import Action
 from workers import recovery, repair, spares, triage
+from workers.triage.lines import Near
 
 XID_79 = (
     "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
 )
 XID_31 = "NVRM: Xid (PCI:0000:1b:00): 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
 XID_94 = "NVRM: Xid (PCI:0000:1b:00): 94, pid=7, name=python3, Ch 00000008"
+XID_48 = "NVRM: Xid (PCI:0000:1b:00): 48, An uncorrectable double bit error"
 XID_45 = "NVRM: Xid (PCI:0000:1b:00): 45, pid=7, name=python3, channel 0x00000002"
 
 
@@ -38,6 +40,14 @@ def judged(line: str) -> triage.LineVerdict:
     return verdict
 
 
+REPEATED = triage.judge(
+    triage.parse(XID_31),  # type: ignore[arg-type]
+    catalogue(),
+    Near(bursts_before=1),
+)
+SILENT_CARD = triage.judge_silence("00000000:1B:00.0", "no answer")
+
+
 def evidence(**known: object) -> triage.LossEvidence:
     return triage.LossEvidence(**known)  # type: ignore[arg-type]
 
@@ -55,6 +65,9 @@ def evidence(**known: object) -> triage.LossEvidence:
         ({"peers_lost_it": True, "verdicts": (judged(XID_79),)}, "xid-79", False),
         ({"process_exited": True, "verdicts": (judged(XID_31),)}, "xid-31", True),
         ({"process_exited": True, "verdicts": (judged(XID_94),)}, "xid-94", True),
+        ({"process_exited": True, "verdicts": (REPEATED,)}, "xid-31", True),
+        ({"process_exited": True, "verdicts": (REPEATED, judged(XID_48))}, "xid-48", False),
+        ({"process_exited": True, "verdicts": (SILENT_CARD, judged(XID_31))}, "xid-31", True),
         ({"process_exited": True, "verdicts": (judged(XID_45),)}, "process-vanished", True),
         ({"peers_lost_it": True, "card_silent": "no answer"}, "gpu-unreadable", False),
         ({"process_exited": True, "stopped_by_order": True}, "stopped-by-order", True),
@@ -84,6 +97,12 @@ def test_a_node_that_booted_anew_has_its_cards_reset_before_it_returns() -> None
     choice = repair.choose_rung(cause.action, repair.Record(), limit=2, card_known=False)
     assert choice is not None
     assert choice.rung == "reset_gpu"
+
+
+def test_a_program_that_met_a_fault_again_is_restarted_all_the_same() -> None:
+    cause = triage.cause_of_loss(evidence(process_exited=True, verdicts=(REPEATED,)))
+    assert isinstance(cause, triage.Cause)
+    assert (cause.fault, cause.action) == ("program", "restart_app")
 
 
 HERE: dict[str, object] = {}

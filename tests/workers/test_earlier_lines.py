@@ -8,12 +8,20 @@ from typing import Any
 import pytest
 from django.utils import timezone
 
-from controlplane.fleet.models import Gpu
+from controlplane.fleet.models import Cluster, Gpu
 from controlplane.health.models import Failure, Signal
-from tests.factories import GpuFactory, SignalFactory
+from controlplane.jobs.models import Placement
+from tests.factories import (
+    GpuFactory,
+    JobFactory,
+    NodeFactory,
+    PlacementFactory,
+    ReplicaFactory,
+    SignalFactory,
+)
 from tests.workers.world import World
 from workers import intake
-from workers.triage import LineVerdict
+from workers.triage import LineVerdict, condemns_node
 from workers.verdicts import verdict_of
 
 pytestmark = pytest.mark.django_db
@@ -21,6 +29,7 @@ pytestmark = pytest.mark.django_db
 XID = "NVRM: Xid (PCI:0000:1b:00):"
 XID_13 = f"{XID} 13, pid=1, name=a, Graphics SM Warp Exception on (GPC 8, TPC 5, SM 1): Out"
 XID_31 = f"{XID} 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
+XID_43 = f"{XID} 43, pid=7, name=python3, Ch 0000000d"
 XID_79 = f"{XID} 79, pid=7, name=python3, GPU has fallen off the bus."
 LOST = "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus."
 PARITY = f"{XID} 74, NVLink: fatal error detected on link 1(0x10, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)"
@@ -49,17 +58,77 @@ def ago(**time: float) -> datetime:
     return NOW - timedelta(**time)
 
 
-@pytest.mark.parametrize("line", [XID_13, XID_31])
+@pytest.mark.parametrize(
+    ("line", "once"), [(XID_13, "restart_app"), (XID_31, "restart_app"), (XID_43, "ignore")]
+)
 @pytest.mark.parametrize(("hours", "repeats"), [(1, True), (23, True), (25, False)])
 def test_what_a_program_met_on_a_card_is_met_there_again_the_same_day(
-    card: Gpu, line: str, hours: float, repeats: bool
+    card: Gpu, line: str, once: str, hours: float, repeats: bool
 ) -> None:
     told(card, line, ago(hours=hours))
 
     verdict = said_now(card, line)
 
-    assert (verdict.follow_up == "field_diagnostic") == repeats
-    assert verdict.action == "restart_app"
+    assert verdict.action == ("field_diagnostic" if repeats else once)
+    assert not condemns_node(verdict)
+
+
+@pytest.fixture
+def cluster(card: Gpu) -> Cluster:
+    return Cluster.objects.get(nodes=card.node)
+
+
+@pytest.fixture
+def placed(card: Gpu, cluster: Cluster) -> Placement:
+    """What its node holds of a job, since long ago."""
+    job = JobFactory(cluster=cluster)
+    placement = PlacementFactory(replica=ReplicaFactory(job=job, index=0), node=card.node)
+    Placement.objects.filter(pk=placement.pk).update(created_at=ago(days=9))
+    return placement
+
+
+@pytest.mark.parametrize(
+    ("line", "action"), [(XID_13, "restart_app"), (XID_31, "restart_app"), (XID_43, "ignore")]
+)
+def test_what_cards_of_other_nodes_of_its_job_show_that_day_is_the_programs(
+    card: Gpu, placed: Placement, line: str, action: str
+) -> None:
+    told(card, line, ago(hours=6))
+    for index in (1, 2):
+        replica = ReplicaFactory(job=placed.replica.job, index=index)
+        SignalFactory(
+            node=PlacementFactory(replica=replica).node, raw=line, observed_at=ago(hours=6)
+        )
+
+    verdict = said_now(card, line)
+
+    assert verdict.action == action
+    assert "on cards of 2 other nodes too" in verdict.summary
+
+
+@pytest.mark.parametrize(("hours", "other_job"), [(25, False), (6, True)])
+def test_what_others_showed_another_day_or_under_another_job_says_nothing_of_its_program(
+    card: Gpu, placed: Placement, hours: float, other_job: bool
+) -> None:
+    told(card, XID_31, ago(hours=6))
+    job = {True: JobFactory(cluster=placed.node.cluster), False: placed.replica.job}[other_job]
+    other = PlacementFactory(replica=ReplicaFactory(job=job, index=1)).node
+    SignalFactory(node=other, raw=XID_31, observed_at=ago(hours=hours))
+
+    assert said_now(card, XID_31).action == "field_diagnostic"
+
+
+@pytest.mark.parametrize(
+    ("same_cluster", "action"), [(True, "restart_app"), (False, "field_diagnostic")]
+)
+def test_where_none_of_ours_ran_all_nodes_of_its_cluster_count(
+    card: Gpu, cluster: Cluster, same_cluster: bool, action: str
+) -> None:
+    told(card, XID_31, ago(hours=6))
+    there = {True: {"cluster": cluster}, False: {}}[same_cluster]
+    SignalFactory(node=NodeFactory(**there), raw=XID_31, observed_at=ago(hours=6))
+
+    assert said_now(card, XID_31).action == action
 
 
 def test_a_card_off_the_bus_a_second_time_was_not_mended_by_its_restart(card: Gpu) -> None:
@@ -91,7 +160,7 @@ def test_one_burst_that_goes_on_is_one(card: Gpu) -> None:
     told(card, XID_31, ago(minutes=59), repeated_at=ago(minutes=2), count=900)
     told(card, XID_31.replace("pid=7", "pid=8"), ago(minutes=30))
 
-    assert said_now(card, XID_31.replace("pid=7", "pid=9")).follow_up != "field_diagnostic"
+    assert said_now(card, XID_31.replace("pid=7", "pid=9")).action == "restart_app"
 
 
 def test_a_third_error_of_parity_is_the_vendors_however_long_ago_the_others_were(

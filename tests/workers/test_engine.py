@@ -127,6 +127,19 @@ def looks(run: PlaybookRun, outcome: Outcome, *, news: bool = True, late: bool =
     engine._apply(step, outcome)
 
 
+def merged_meanwhile(
+    run: PlaybookRun, outcome: Outcome, *, effect: Effect = Effect.IDEMPOTENT
+) -> None:
+    """The first step comes to this while its incident is merged into another."""
+    engine.unfold_runs()
+    run.steps.update(effect=effect)
+    step = engine.claim("test")
+    assert step is not None
+    other = IncidentFactory(cluster=run.cluster)
+    PlaybookRun.objects.filter(pk=run.pk).update(incident=other)
+    engine._apply(step, outcome)
+
+
 @pytest.mark.django_db
 class TestOneWorker:
     def test_a_run_goes_through_its_steps_and_resolves_its_incident(self) -> None:
@@ -250,6 +263,39 @@ class TestOneWorker:
         looks(run, Ask(text="was it restarted?"))
         run.refresh_from_db()
         assert run.state == RunState.NEEDS_OPERATOR
+
+    @pytest.mark.parametrize(
+        ("outcome", "state"),
+        [(Done(text="restarted"), StepState.DONE), (Ask(text="was it?"), StepState.NEEDS_OPERATOR)],
+    )
+    def test_what_a_step_did_stands_whatever_became_of_its_incident(
+        self, outcome: Outcome, state: StepState
+    ) -> None:
+        run = request()
+        merged_meanwhile(run, outcome)
+        assert steps(run)["one"] == state
+
+    def test_a_step_looks_again_before_it_writes_for_an_incident_that_was_merged(self) -> None:
+        run = request()
+        applied: list[str] = []
+        merged_meanwhile(run, Done(text="one", apply=lambda: applied.append("it")))
+        step = run.steps.get(key="one")
+        assert (step.state, step.attempts, applied) == (StepState.WAITING, 1, [])
+
+    @pytest.mark.parametrize(
+        ("outcome", "attempts"),
+        [
+            (Ask(text="no answer", apply=lambda: None), 2),
+            (Wait(text="about to", apply=lambda: None), 1),
+        ],
+    )
+    def test_that_a_step_looks_again_which_may_have_acted_counts(
+        self, outcome: Outcome, attempts: int
+    ) -> None:
+        """A step that waits writes down first what it is about to do."""
+        run = request()
+        merged_meanwhile(run, outcome, effect=Effect.NON_REPEATABLE)
+        assert run.steps.get(key="one").attempts == attempts
 
     def test_a_skipped_step_lets_the_next_begin(self) -> None:
         run = request()

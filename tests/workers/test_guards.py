@@ -588,6 +588,22 @@ def test_a_node_that_is_out_still_when_its_run_has_ended_counts_against_its_job_
     assert "limit 1" in first_words(run)
 
 
+def test_a_node_that_changes_its_state_while_it_is_out_counts_against_what_it_went_for(
+    cluster: Cluster,
+) -> None:
+    node = NodeFactory(cluster=cluster)
+    fleet.transition(SYSTEM, node.pk, NodeState.QUARANTINED, reason="xid-79")
+    ReservationFactory(
+        run__incident__cluster=cluster, node=node, code="xid-79", released_at=timezone.now()
+    )
+    fleet.transition(SYSTEM, node.pk, NodeState.VALIDATING, reason="returned", deadline_s=600)
+    incidents.set_limit(PERSON, cluster.pk, Scope.CODE, 1, "one at a time")
+    run = request(cluster, code="xid-79")
+    drain(run)
+
+    assert "failure code xid-79 (limit 1)" in first_words(run)
+
+
 def test_a_node_that_is_out_anew_counts_against_no_code_of_an_earlier_repair(
     cluster: Cluster,
 ) -> None:

@@ -169,6 +169,64 @@ def test_an_error_of_the_program_restarts_it_in_place(world: World) -> None:
     assert not PlaybookRun.objects.filter(playbook="repair-node").exists()
 
 
+def met_before(world: World, node: Node) -> None:
+    """Its card ended a program by the same code this morning."""
+    Node.objects.update(enrolled_at=timezone.now() - timedelta(days=1))
+    world.kernel_says(node, XID_31)
+    drain()
+    hours = timedelta(hours=6)
+    Signal.objects.update(observed_at=F("observed_at") - hours)
+    Failure.objects.update(
+        observed_at=F("observed_at") - hours, last_seen_at=F("last_seen_at") - hours
+    )
+    Incident.objects.all().delete()
+    PlaybookRun.objects.all().delete()
+
+
+def test_what_its_card_meets_again_the_same_day_is_restarted_there_and_people_are_told(
+    world: World,
+) -> None:
+    lost = world.placements[1]
+    met_before(world, lost.node)
+    world.kernel_says(lost.node, XID_31)
+    world.kill(lost)
+    drain()
+    rejoin(world, 1)
+
+    lost.node.refresh_from_db()
+    assert (world.placement_of(1).node, lost.node.reset_pending) == (lost.node, "")
+    of_replica = Incident.objects.get(replica=1)
+    assert (of_replica.code, of_replica.state) == ("xid-31", IncidentState.RESOLVED)
+    told = Incident.objects.get(subject=f"node/{lost.node_id}")
+    assert (told.unresolved, told.failures.get().needed) == (True, Action.FIELD_DIAGNOSTIC)
+    assert not PlaybookRun.objects.filter(playbook="repair-node").exists()
+
+
+def test_what_cards_of_all_nodes_of_a_job_meet_again_is_an_incident_of_none(world: World) -> None:
+    for placement in world.placements:
+        met_before(world, placement.node)
+    for placement in world.placements:
+        world.kernel_says(placement.node, XID_31)
+        drain()
+
+    assert not Incident.objects.filter(subject__startswith="node/").exists()
+    assert set(Failure.objects.values_list("needed", flat=True)) == {Action.RESTART_APP}
+
+
+def test_what_a_card_meets_all_day_is_one_incident_of_its_node(world: World) -> None:
+    node = world.spares[0]
+    met_before(world, node)
+    for minutes in (8, 4, 0):
+        world.kernel_says(node, XID_31.replace("pid=7", f"pid={minutes}"))
+        Signal.objects.filter(raw__contains=f"pid={minutes},").update(
+            observed_at=timezone.now() - timedelta(minutes=minutes)
+        )
+        drain()
+
+    incident = Incident.objects.get()
+    assert (incident.subject, incident.failures.get().count) == (f"node/{node.pk}", 3)
+
+
 def test_a_contained_error_moves_the_replica_and_resets_the_node(world: World) -> None:
     lost = world.placements[1]
     node = lost.node
@@ -570,8 +628,9 @@ def test_a_node_that_was_given_work_before_its_repair_was_let_go_is_idle_no_more
 
 
 def all_silent(world: World, nodes: list[Node]) -> None:
+    now = timezone.now()
     Lease.objects.filter(node__in=nodes).update(
-        reachable=False, last_beat_at=timezone.now() - timedelta(seconds=25)
+        reachable=False, unreachable_since=now, last_beat_at=now - timedelta(seconds=25)
     )
     for node in nodes:
         world.lease_lost(node)
@@ -613,6 +672,39 @@ def test_who_stays_silent_when_the_site_is_back_is_looked_at_alone(
     assert Signal.objects.filter(kind=SignalKind.LEASE_LOST, node=dead).count() == 2
     assert world.bmcs[dead.pk].orders[0] == "ForceOff"
     assert run_of("site-silent").state == RunState.SUCCEEDED
+
+
+def test_who_was_silent_long_before_its_site_is_not_told_of_again(
+    world: World, site: list[Node]
+) -> None:
+    known, *others = site
+    weeks_ago = timezone.now() - timedelta(weeks=3)
+    Lease.objects.filter(node=known).update(
+        reachable=False, unreachable_since=weeks_ago, last_beat_at=weeks_ago
+    )
+    all_silent(world, others)
+    drain()
+    watched = run_of("site-silent").state
+    Lease.objects.exclude(node=known).update(reachable=True, last_beat_at=timezone.now())
+    drain()
+
+    assert (watched, run_of("site-silent").state) == (RunState.WAITING, RunState.SUCCEEDED)
+    assert not Signal.objects.filter(node=known).exists()
+    assert not world.bmcs[known.pk].orders
+
+
+def test_who_died_while_we_were_away_and_is_missed_with_its_site_is_looked_at_alone(
+    world: World, site: list[Node]
+) -> None:
+    all_silent(world, site)
+    dead = world.spares[0]
+    hours_ago = timezone.now() - timedelta(hours=5)
+    Lease.objects.filter(node__in=site).update(last_beat_at=hours_ago)
+    drain()
+    Lease.objects.exclude(node=dead).update(reachable=True, last_beat_at=timezone.now())
+    drain()
+
+    assert Signal.objects.filter(node=dead, source="site-silent").count() == 1
 
 
 @pytest.fixture

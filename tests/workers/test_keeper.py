@@ -18,7 +18,8 @@ from django.db import InterfaceError, OperationalError, connection, transaction
 from django.utils import timezone
 from pytest_django import Settings
 
-from controlplane.accounts.models import SYSTEM
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import CommandState, NodeState
 from controlplane.fleet.models import Command, Gpu, Lease, Node
@@ -38,8 +39,8 @@ from tests.factories import (
     PlaybookRunFactory,
     ProgressSampleFactory,
 )
-from workers import intake, keeper, sensors
-from workers.playbooks import site_silent
+from workers import engine, intake, keeper, sensors
+from workers.playbooks import node_steps, site_silent
 from workers.pulse import Pulse
 
 pytestmark = pytest.mark.django_db
@@ -147,6 +148,23 @@ def test_a_node_is_looked_at_once_each_time_that_it_is_let_go(
     keep_on(beats, memory)
 
     assert (once, held, lease_signals()) == (2, 2, 3)
+
+
+def test_a_node_that_fell_silent_while_it_drained_is_looked_at_once_that_is_called_off(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = silent_node()
+    person = Actor(ActorKind.USER, "1")
+    drain = incidents.order_node(person, node.pk, "drain", "new cables")
+    engine.unfold_runs()
+    engine.take_step("test")
+    keep_on(beats, memory)
+    told = lease_signals()
+    incidents.call_off(person, drain.pk, "the cables did not come")
+    keep_on(beats, memory)
+
+    repair = PlaybookRun.objects.get(playbook="repair-node")
+    assert (told, repair.node, lease_signals()) == (1, node, 2)
 
 
 def heard_again(node: Node) -> None:
@@ -390,6 +408,26 @@ def test_a_watch_that_asked_for_a_person_looks_again_once_its_site_is_heard(
 
     run.refresh_from_db()
     assert run.state == RunState.PENDING
+
+
+def test_a_repair_that_asked_over_silence_looks_again_once_its_node_is_heard(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    node = silent_node()
+    run = PlaybookRunFactory(
+        node=node,
+        cluster=node.cluster,
+        state=RunState.NEEDS_OPERATOR,
+        state_reason=f"{node_steps.NOT_HEARD}, and it has no BMC on record",
+    )
+    keeper.keep(beats, memory)
+    run.refresh_from_db()
+    silent = run.state
+    beat(beats, node, time.time())
+    keeper.keep(beats, memory)
+    run.refresh_from_db()
+
+    assert (silent, run.state) == (RunState.NEEDS_OPERATOR, RunState.PENDING)
 
 
 def test_a_beat_of_a_node_that_nobody_knows_is_ignored(

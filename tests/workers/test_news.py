@@ -3,6 +3,7 @@ is broken by that, and the time of a pause is no step's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -13,12 +14,20 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, RunState, StepState
-from controlplane.incidents.models import Breaker, Incident, PlaybookRun, PlaybookStep
+from controlplane.incidents.models import (
+    Breaker,
+    Incident,
+    PlaybookRun,
+    PlaybookStep,
+    Reservation,
+)
 from tests.factories import ProgressSampleFactory
 from tests.workers.moving import PERSON, commands
 from tests.workers.world import World, answer, drain, mend, run_of, step_of
 from workers.engine import MAX_ROUNDS
+from workers.playbooks import node_steps
 
 pytestmark = pytest.mark.django_db
 
@@ -215,6 +224,61 @@ def test_a_repair_that_asked_before_a_replica_was_lost_there_is_asked_again(worl
     assert asked == RunState.NEEDS_OPERATOR
     assert world.bmcs[lost.node_id].orders[0] == "ForceOff"
     assert world.placement_of(1).node == world.spares[0]
+
+
+# --- a node that was silent -----------------------------------------------------------------------
+
+
+def has_no_bmc(world: World, node: Node) -> None:
+    Node.objects.filter(pk=node.pk).update(bmc_url="")
+
+
+def has_a_mute_bmc(world: World, node: Node) -> None:
+    world.bmcs[node.pk].body = b"<html>Log in</html>"
+
+
+@pytest.mark.parametrize("beyond_reach", [has_no_bmc, has_a_mute_bmc])
+def test_a_node_that_is_heard_again_after_its_repair_asked_is_left_alone(
+    world: World, beyond_reach: Callable[[World, Node], None]
+) -> None:
+    node = world.spares[0]
+    beyond_reach(world, node)
+    world.silence(node)
+    drain()
+    waited_long("quarantine")
+    node_steps.look_again_once_heard()
+    asked = run_of(REPAIR).state
+    world.hear(node)
+    node_steps.look_again_once_heard()
+    drain()
+
+    assert (asked, run_of(REPAIR).state) == (RunState.NEEDS_OPERATOR, RunState.SUCCEEDED)
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+    assert not Reservation.objects.filter(released_at=None).exists()
+    assert node.pk in [one.node_id for one in free_nodes(world.cluster.pk)]
+
+
+def test_a_replica_goes_on_once_the_node_whose_repair_asked_has_booted_by_itself(
+    world: World,
+) -> None:
+    lost = world.placements[1]
+    has_no_bmc(world, lost.node)
+    world.silence(lost.node)
+    world.peers_lose(lost)
+    drain()
+    asked = run_of(REPAIR).state
+    world.hear(lost.node)
+    world.exits(lost, reason="reboot")
+    drain()
+    target = world.placement_of(1).node
+    lost.node.refresh_from_db()
+    meanwhile = lost.node.state
+    node_steps.look_again_once_heard()
+    drain()
+
+    lost.node.refresh_from_db()
+    assert (asked, target) == (RunState.NEEDS_OPERATOR, world.spares[0])
+    assert (meanwhile, lost.node.state) == (NodeState.SUSPECT, NodeState.QUARANTINED)
 
 
 # --- a node ---------------------------------------------------------------------------------------

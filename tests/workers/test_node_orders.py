@@ -15,6 +15,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, RunState, StepState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep, Reservation
 from controlplane.incidents.plans import NODE_ORDERS, ORDER_STATES, plan_of_order
@@ -24,7 +25,7 @@ from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from tests.factories import ApprovalFactory, PlaybookRunFactory, UserFactory
 from tests.workers.moving import commands, no_spare
-from tests.workers.world import HEALTHY, World, answer, drain, run_of
+from tests.workers.world import HEALTHY, XID_79, World, answer, drain, run_of
 from workers import engine, intake
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import StepContext
@@ -186,6 +187,16 @@ def test_a_diagnosis_leaves_the_node_at_work(world: World) -> None:
     assert run_of("diagnose-node").state_reason.startswith("not healthy")
 
 
+def test_a_diagnosis_that_asks_keeps_its_node_from_no_work(world: World) -> None:
+    node = world.spares[0]
+    order(node, "diagnose")
+    answer("diagnose", state="failed")
+    drain()
+
+    assert run_of("diagnose-node").state == RunState.NEEDS_OPERATOR
+    assert node.pk in [one.node_id for one in free_nodes(world.cluster.pk)]
+
+
 def test_one_order_at_a_time(world: World) -> None:
     order(world.spares[0], "diagnose")
     with pytest.raises(Conflict, match="under way"):
@@ -239,6 +250,40 @@ def test_a_node_that_is_to_be_repaired_is_not_retired_meanwhile(world: World) ->
     run.refresh_from_db()
     assert (state_of(node), run.state) == (NodeState.REPAIR_FAILED, RunState.FAILED)
     assert "cancel it" in run.state_reason
+
+
+def test_a_node_that_is_to_be_repaired_is_returned_once_that_is_called_off(world: World) -> None:
+    node = world.spares[0]
+    repair = incidents.repair_node(SYSTEM, node.pk, None, "it is slow")
+    Node.objects.filter(pk=node.pk).update(state=NodeState.REPAIR_FAILED)
+    PlaybookRun.objects.update(state=RunState.NEEDS_OPERATOR)
+    with pytest.raises(Conflict, match="cancel it, then return spare-0"):
+        incidents.order_node(PERSON, node.pk, "return", "it is well")
+    incidents.call_off(PERSON, repair.pk, "it is well")
+    order(node, "return")
+
+    assert state_of(node) == NodeState.VALIDATING
+
+
+def test_a_node_that_is_back_in_service_is_not_restarted_by_a_repair_that_is_tried_again(
+    world: World,
+) -> None:
+    node = world.spares[0]
+    bmc = world.bmcs[node.pk]
+    bmc.broken = True
+    repair = incidents.repair_node(SYSTEM, node.pk, None, "it is slow")
+    drain()
+    refused = list(bmc.orders)
+    PlaybookStep.objects.filter(key="repair").update(state=StepState.NEEDS_OPERATOR)
+    PlaybookRun.objects.update(state=RunState.NEEDS_OPERATOR)
+    Node.objects.filter(pk=node.pk).update(state=NodeState.AVAILABLE, state_deadline=None)
+    bmc.broken = False
+    incidents.retry_run(PERSON, repair.pk, "its BMC answers")
+    drain()
+
+    assert set(refused) == {"ForceOff"}
+    assert bmc.orders == refused
+    assert state_of(node) == NodeState.AVAILABLE
 
 
 def test_what_a_person_ordered_carries_their_name(world: World) -> None:
@@ -418,6 +463,24 @@ def test_what_was_acted_on_before_its_node_drained_is_not_acted_on_again(world: 
     incidents.call_off(PERSON, run.pk, "the cables did not come")
 
     assert not Signal.objects.filter(triaged_at=None).exists()
+
+
+def test_a_graver_word_that_came_while_its_node_drained_is_acted_on_once_that_is_called_off(
+    world: World,
+) -> None:
+    """It waits for the node to be idle before, and cannot after."""
+    node = world.placements[1].node
+    world.shows(node, "remap_pending")
+    drain()
+    run = begun_to_drain(node)
+    world.kernel_says(node, XID_79)
+    intake.triage_signals()
+    before = run_of("repair-node").context["action"]
+    incidents.call_off(PERSON, run.pk, "the cables did not come")
+    drain()
+
+    failure, after = Failure.objects.get(), run_of("repair-node").context["action"]
+    assert (before, after, failure.code) == ("reset_gpu", "reboot", "xid-79")
 
 
 def to_be_emptied(node: Node) -> PlaybookRun:

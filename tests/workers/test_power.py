@@ -14,7 +14,7 @@ from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
 from controlplane.errors import Conflict
 from controlplane.fleet.choices import Rung
-from controlplane.fleet.models import Node
+from controlplane.fleet.models import Command, Lease, Node
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState, StepState
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
@@ -183,6 +183,23 @@ def test_an_order_was_taken_whatever_its_bmc_answers_to_it(world: World) -> None
     power.switch(node, "ForceOff", None)
 
     assert world.bmcs[node.pk].orders == ["ForceOff"]
+
+
+@pytest.mark.parametrize(("heard", "orders"), [(0.5, []), (1.5, ["ForceOff"])])
+def test_an_agent_that_was_not_heard_since_may_have_answered(
+    world: World, heard: float, orders: list[str]
+) -> None:
+    """`heard`: how long after its order it was heard last, by the time that it has for that."""
+    node = world.placements[1].node
+    incidents.order_node(PERSON, node.pk, "quarantine", "because")
+    drain()
+    told = timezone.now() - LONG
+    Command.objects.filter(verb="stop_process").update(created_at=told)
+    last = told + heard * timedelta(seconds=node_steps.KILL_S)
+    Lease.objects.filter(node=node).update(last_beat_at=last)
+    look_once_more()
+
+    assert world.bmcs[node.pk].orders == orders
 
 
 def lose(world: World) -> Bmc:

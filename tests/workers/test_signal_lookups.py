@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from controlplane.jobs import durability
 from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
 from runtime import client
-from tests.factories import CheckpointFactory, JobFactory
+from tests.factories import CheckpointFactory, JobFactory, SignalFactory
 from tests.workers.moving import told_by
-from tests.workers.test_earlier_lines import PARITY, SXID
+from tests.workers.test_earlier_lines import PARITY, SXID, XID_31
 from tests.workers.world import XID_79, World
 from workers import losses
 from workers.verdicts import verdict_of
@@ -103,6 +104,14 @@ def _verdicts(world: World) -> None:
             verdict_of(Signal(node=node, gpu=card, raw=line, kind=LINE, observed_at=now))
 
 
+def _verdicts_on_repeats(world: World) -> None:
+    now = timezone.now()
+    for node in (world.placements[0].node, world.spares[0]):
+        card = world.card_of(node)
+        SignalFactory(node=node, gpu=card, raw=XID_31, observed_at=now - timedelta(hours=6))
+        verdict_of(Signal(node=node, gpu=card, raw=XID_31, kind=LINE, observed_at=now))
+
+
 @pytest.mark.parametrize(
     "lookup",
     [
@@ -118,6 +127,7 @@ def _verdicts(world: World) -> None:
         _kept_near,
         _not_taken,
         _verdicts,
+        _verdicts_on_repeats,
     ],
 )
 def test_what_is_told_of_a_process_or_a_job_is_found_by_an_index(

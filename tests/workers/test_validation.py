@@ -10,6 +10,7 @@ from pytest_django import Settings
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Gpu, Node
+from controlplane.health.models import Failure
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import (
     StepState,
@@ -159,6 +160,61 @@ def test_a_node_whose_card_was_put_back_is_tested_again(world: World, settings: 
 
     assert before == (NodeState.VALIDATING, 2)
     assert node.state == NodeState.AVAILABLE
+
+
+def watched(world: World, node: Node) -> None:
+    """It has failed, was restarted, and has passed its diagnostic."""
+    world.kernel_says(node, XID_79)
+    drain()
+    world.boot(node)
+    drain()
+    answer("diagnose", **HEALTHY)
+    drain()
+    node.refresh_from_db()
+
+
+def test_what_can_wait_and_was_shown_while_the_node_was_watched_is_acted_on_once_it_is_back(
+    world: World, settings: Settings
+) -> None:
+    settings.SOAK_S = 600
+    node = world.spares[0]
+    watched(world, node)
+    world.shows(node, "pcie_lanes", 8.0)
+    drain()
+    assert not Failure.objects.get(code="pcie-downgrade").incidents.exists()
+    soaked()
+    drain()
+
+    node.refresh_from_db()
+    assert node.state == NodeState.AVAILABLE
+    assert Failure.objects.get(code="pcie-downgrade").incidents.get().unresolved
+
+
+def test_a_remap_that_is_pending_on_the_way_back_is_reset_for(
+    world: World, settings: Settings
+) -> None:
+    settings.SOAK_S = 600
+    node = world.spares[0]
+    watched(world, node)
+    world.shows(node, "remap_pending")
+    soaked()
+    drain()
+
+    assert Command.objects.filter(verb="reset_gpus", node=node).count() == 1
+
+
+def test_what_was_shown_before_the_node_booted_is_over(world: World, settings: Settings) -> None:
+    settings.SOAK_S = 600
+    node = world.spares[0]
+    world.kernel_says(node, XID_79)
+    drain()
+    world.shows(node, "pcie_lanes", 8.0)
+    drain()
+    come_back(world, node)
+    drain()
+
+    assert node.state == NodeState.AVAILABLE
+    assert not Failure.objects.get(code="pcie-downgrade").incidents.exists()
 
 
 def test_a_node_that_comes_back_late_goes_on_once_a_person_says_so(world: World) -> None:

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 from django.utils import timezone
 
 from controlplane.accounts.models import AuditEvent
@@ -128,6 +129,23 @@ class World:
             ],
         )
 
+    def card_is_silent(self, node: Node, *, for_s: float, until: float | None = None) -> None:
+        """Its agent tells that its card does not answer, and has not for so long by now, or by
+        `until`."""
+        until = time.time() if until is None else until
+        event = wire.Event(
+            id=new_id("evt"),
+            kind="gpu_unreadable",
+            at=until - for_s,
+            boot_id=node.boot_id,
+            source="hardware",
+            gpu_uuid=self.card_of(node).uuid,
+            data={"reason": "no answer"},
+        )
+        told_again = {"reason": "no answer", "count": 2, "last_at": until}
+        record_events(node.pk, [event])
+        record_events(node.pk, [msgspec.structs.replace(event, data=told_again)])
+
     def shows(
         self, node: Node, reading: str, value: float = 1.0, *, card: Gpu | None = None
     ) -> None:
@@ -174,15 +192,13 @@ class World:
 
     def silence(self, node: Node) -> None:
         """Its lease has run out, and the keeper says so."""
-        Lease.objects.filter(pk=node.pk).update(
-            reachable=False, last_beat_at=timezone.now() - timedelta(seconds=60)
-        )
-        self.lease_lost(node)
+        self.silence_together(node)
 
     def silence_together(self, *nodes: Node) -> None:
         """The leases of all of them have run out before the keeper says so of the first."""
+        now = timezone.now()
         Lease.objects.filter(pk__in=[node.pk for node in nodes]).update(
-            reachable=False, last_beat_at=timezone.now() - timedelta(seconds=60)
+            reachable=False, unreachable_since=now, last_beat_at=now - timedelta(seconds=60)
         )
         for node in nodes:
             self.lease_lost(node)
@@ -198,7 +214,9 @@ class World:
         )
 
     def hear(self, node: Node) -> None:
-        Lease.objects.filter(pk=node.pk).update(reachable=True, last_beat_at=timezone.now())
+        Lease.objects.filter(pk=node.pk).update(
+            reachable=True, unreachable_since=None, last_beat_at=timezone.now()
+        )
 
     def boot(self, node: Node) -> None:
         """Its agent is up again, under the boot id that its controller shows."""

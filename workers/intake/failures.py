@@ -10,6 +10,7 @@ from typing import Any
 
 from django.db.models import Q
 
+from controlplane import doorbell
 from controlplane.fleet.choices import IN_SERVICE
 from controlplane.fleet.models import Gpu, Node
 from controlplane.health.actions import (
@@ -21,6 +22,7 @@ from controlplane.health.actions import (
 from controlplane.health.choices import Action, FaultClass, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
+from controlplane.incidents.actions.runs import BEING_DRAINED
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED
 from controlplane.incidents.models import Incident
 from controlplane.jobs.models import Placement
@@ -44,7 +46,8 @@ def take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVe
     deciding = verdict
     if (verdict.code, verdict.action, verdict.urgency) != (failure.code, *_wanted(failure)):
         deciding = _deciding(failure) or verdict
-        _say(failure, deciding)
+        if node.state not in BEING_DRAINED:  # else it is not acted on, unless that is called off
+            _say(failure, deciding)
     acted_on = before == (deciding.action, deciding.urgency) and _in_hand(failure, signal)
     if acted_on or node.state not in IN_SERVICE:  # else it is in somebody's hands already
         name_incidents(failure, node, deciding)
@@ -54,6 +57,17 @@ def take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVe
     incident = act_on_failure(signal, node, placement, failure, deciding)
     if incident is not None:
         incidents.merge_into(incident, [one for one in minor if one.subject == f"node/{node.pk}"])
+
+
+def judge_again(node: Node) -> None:
+    """Have triage take up, as the node is in service again, what it told while it was out and that
+    can wait: nobody has it in hand, and it was not answered by the repair or a boot since."""
+    left = Failure.objects.filter(
+        node=node, urgency=Urgency.IDLE, incidents=None, last_seen_at__gte=_back_since(node)
+    )
+    told = Signal.objects.filter(failures__in=left, boot_id=node.boot_id)
+    told.filter(triaged_at__isnull=False).update(triaged_at=None)
+    doorbell.ring_after_commit()
 
 
 def only_repeats(signal: Signal, node: Node, verdict: triage.LineVerdict) -> bool:

@@ -16,6 +16,7 @@ from controlplane.health.choices import Action, FaultClass, SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
+from controlplane.incidents.actions.runs import BEING_DRAINED
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED, Severity
 from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs.choices import JOB_ACTIVE
@@ -76,14 +77,20 @@ def node_went_silent(signal: Signal) -> None:
 
 
 def let_go_while_silent() -> list[tuple[Node, AuditEvent]]:
-    """Nodes in service that are silent, that were on hold since they fell silent, and of which
-    nobody was told since they are not: while somebody had them in hand their silence led to
-    nothing. With the word that lifted each hold.
+    """Nodes in service that are silent, that were on hold or being drained since they fell silent,
+    and of which nobody was told since they are not: while somebody had them in hand their silence
+    led to nothing. With the word that lifted each hold, or called the drain off.
 
     None that a run, an open incident or the watch over its whole site has in hand.
     """
     node = OuterRef("pk")
-    words = AuditEvent.objects.filter(object_type="node", object_id=node, verb="node.hold")
+    held = Q(verb="node.hold")
+    drained = Q(
+        verb="node.transition",
+        before__state__in=BEING_DRAINED,
+        after__state__in=sorted(IN_SERVICE),
+    )
+    words = AuditEvent.objects.filter(held | drained, object_type="node", object_id=node)
     last = words.order_by("-id")
     told = Signal.objects.filter(
         Q(triaged_at=None) | Q(observed_at__gte=OuterRef("let_go_at")),

@@ -19,6 +19,7 @@ from controlplane.accounts.selectors import OWNED, username
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.actions.nodes import OUR_DRAIN
+from controlplane.fleet.changes import change
 from controlplane.fleet.choices import (
     COMMAND_FINISHED,
     IN_SERVICE,
@@ -30,12 +31,14 @@ from controlplane.fleet.choices import (
 from controlplane.fleet.models import Command, Gpu, Node, RepairRecord
 from controlplane.health.choices import Urgency
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.choices import Effect
+from controlplane.incidents.choices import Effect, RunState
+from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Placement
 from node_agent import wire
 from workers import guards, losses, power, triage
+from workers.intake.failures import judge_again
 from workers.playbooks.base import (
     Ask,
     Back,
@@ -48,8 +51,11 @@ from workers.playbooks.base import (
     Wait,
 )
 
-#: A rank that its agent was told to kill is gone within this time, or the power is cut.
+#: A rank that its agent was told to kill is gone within this time. Of an agent that is heard later
+#: than that, and has not said so, the power is cut.
 KILL_S = 4.0
+#: How a run says that its node is silent, also when it asks for a person.
+NOT_HEARD = "its agent is not heard"
 #: A BMC that was told to switch its node off is told again after so long, in seconds.
 GOES_OFF_S = 30.0
 #: A reset of the cards takes some seconds each.
@@ -94,7 +100,7 @@ def quarantine(ctx: StepContext) -> Outcome:
         )
     live = losses.may_run_on(node)
     if not node.lease.reachable:
-        return _cut_power(ctx, node, "its agent is not heard")
+        return _cut_power(ctx, node, NOT_HEARD)
     ours = Command.objects.filter(requester__startswith=f"{ctx.requester()}.", verb="stop_process")
     orders = list(ours.order_by("created_at"))
     told = {_whom(order) for order in orders}
@@ -109,16 +115,32 @@ def quarantine(ctx: StepContext) -> Outcome:
             apply=lambda: _order_kill(ctx, node, unasked, len(orders)),
         )
     if any(order.state not in COMMAND_FINISHED for order in orders):
-        asked = timezone.now() - orders[-1].created_at
-        if asked < timedelta(seconds=KILL_S):
+        # Time in which we did not hear it says nothing of it; its lease ends where that lasts.
+        if node.lease.last_beat_at < orders[-1].created_at + timedelta(seconds=KILL_S):
             return Wait(text="waiting for its agent to say that nothing runs", wake_s=1.0)
-        return _cut_power(ctx, node, f"its agent did not answer within {KILL_S:g} s")
+        why = f"its agent was heard {KILL_S:g} s after its order and had not answered"
+        return _cut_power(ctx, node, why)
     if all(order.state == CommandState.DONE for order in orders):
         return Done(
             text=f"what ran on {node.name} was killed; quarantined",
             apply=_take_out(ctx, node, told),
         )
     return _cut_power(ctx, node, "its agent could not kill what runs there")
+
+
+@change()
+def look_again_once_heard() -> None:
+    """Let the runs that asked for a person, for their node was silent, look again once it is heard:
+    nothing else wakes them. What they had reserved is given back, for they may not be wanted any
+    more."""
+    asking = PlaybookRun.objects.filter(
+        state=RunState.NEEDS_OPERATOR,
+        state_reason__contains=NOT_HEARD,
+        node__lease__reachable=True,
+    )
+    for run in asking.select_for_update(no_key=True, skip_locked=True, of=("self",)):
+        guards.release(run)
+        incidents.look_again(run.pk, "its node is heard again", afresh=False)
 
 
 def held_on(node: Node) -> QuerySet[Placement]:
@@ -134,7 +156,7 @@ def _alive_on(node: Node) -> QuerySet[Placement]:
 def words_of_quarantine(_context: Mapping[str, Any]) -> Sequence[str]:
     return (
         "agent of {node}: stop_process, SIGKILL, for each rank on it",
-        f"if it is silent, or has not answered within {KILL_S:g} s: "
+        f"if it is silent, or is heard {KILL_S:g} s later and has not answered: "
         "BMC of {node}: ComputerSystem.Reset ForceOff",
         "mark {node} quarantined: nothing lands on it",
     )
@@ -185,7 +207,10 @@ def _order_kill(ctx: StepContext, node: Node, live: list[Placement], first: int)
 def _cut_power(ctx: StepContext, node: Node, why: str) -> Outcome:
     if not node.bmc_url:
         return Ask(text=f"{why}, and {node.name} has no BMC on record: switch it off by hand")
-    waits = None if power.read(node).off else _switch_off(ctx, node)
+    try:
+        waits = None if power.read(node).off else _switch_off(ctx, node)
+    except power.PowerError as error:
+        raise power.PowerError(f"{why}: {error}") from error
     if waits is not None:
         return replace(waits, text=f"{why}: {waits.text}")
     return Done(
@@ -430,7 +455,7 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
         return _in_between(node, state)
     before = ctx.values.get("boot_before")
     words = rung.label.lower()
-    if before is None or node.state == NodeState.REPAIR_FAILED:
+    if before is None or node.state != NodeState.REPAIRING:  # somebody may have returned it since
 
         def enter() -> None:
             _enter_repair(ctx, node, rung, settings.BOOT_DEADLINE_S)
@@ -565,6 +590,7 @@ def return_to_service(ctx: StepContext) -> Outcome:
         fleet.set_reset_pending(actor, node.pk, "")
         if spare:
             fleet.set_spare(actor, node.pk, True)
+        judge_again(node)
 
     return Done(text=f"{node.name} is available{', as a spare' if spare else ''}", apply=apply)
 

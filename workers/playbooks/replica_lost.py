@@ -261,18 +261,21 @@ def take_node_out(ctx: StepContext) -> Outcome:
     # One that asked for a person before this was lost is asked again, and knows more then.
     asked_before = Q(state=RunState.NEEDS_OPERATOR) & ~Q(context__lost_placement=placement.pk)
     gone = losses.seen_to_end(placement)
-    silence = ctx.values.get("code") in triage.SILENCE_ALONE  # which may be over by itself
+    in_hand = under_way.exclude(asked_before).first()
+    # It may be over by itself, but a run that asks for a person may never find that out.
+    silence = ctx.values.get("code") in triage.SILENCE_ALONE
+    asks = in_hand is not None and in_hand.state == RunState.NEEDS_OPERATOR
 
     def set_aside() -> None:
         _mark_suspect(node.pk, ctx.incident.cause)
 
-    if under_way.exclude(asked_before).exists() and gone and not silence:
+    if in_hand is not None and gone and (asks or not silence):
         return Done(
             text=f"its process ended; {node.name} is being taken out by its repair run, and takes "
             "no new work",
             apply=set_aside,
         )
-    if under_way.exclude(asked_before).exists():
+    if in_hand is not None:
         return Wait(text=f"{node.name} is being taken out by its repair run", wake_s=1.0)
     for_this = repairs.filter(
         context__lost_placement=placement.pk,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from django.conf import settings
+from django.db.models import QuerySet
 from django.utils import timezone
 
 from controlplane.fleet.choices import IN_SERVICE
@@ -30,14 +31,14 @@ from workers.playbooks.base import (
     Wait,
 )
 
-#: Who was heard last so long before a watch began, or later, fell silent with its site.
+#: Whose lease ran out so long before a watch began, or later, fell silent with its site.
 SAME_SILENCE = timedelta(minutes=10)
 #: How a watch begins to say that the site is silent, also when it asks for a person.
 SILENT = "silent, their state unknown: "
 
 
 def watch(ctx: StepContext) -> Outcome:
-    silent = _silent_nodes(ctx.run.cluster_id)
+    silent = _silent_nodes(ctx.run)
     names = ", ".join(sorted(node.name for node in silent))
     if any(limits.silence_around(node) for node in silent):
         waited = timezone.now() - (ctx.step.started_at or timezone.now())
@@ -76,24 +77,25 @@ def look_again_once_heard() -> None:
         playbook=PLAYBOOK.name, state=RunState.NEEDS_OPERATOR, state_reason__startswith=SILENT
     )
     for run in asking:
-        silent = _silent_nodes(run.cluster_id)
-        out = Node.objects.exclude(pk__in=[node.pk for node in silent]).filter(
-            cluster_id=run.cluster_id,
-            lease__reachable=False,
-            lease__last_beat_at__gte=run.created_at - SAME_SILENCE,
-        )
+        silent = _silent_nodes(run)
+        out = _silent_with_site(run).exclude(pk__in=[node.pk for node in silent])
         if not out.exists() and not any(limits.silence_around(node) for node in silent):
             look_again(run.pk, "the silence is over", afresh=False)
 
 
-def _silent_nodes(cluster_id: str) -> list[Node]:
-    return list(
-        Node.objects.select_related("lease", "cluster", "rack").filter(
-            cluster_id=cluster_id,
-            state__in=sorted(IN_SERVICE),
-            hold_reason="",
-            lease__reachable=False,
-        )
+def _silent_nodes(run: PlaybookRun) -> list[Node]:
+    """Who is silent with the watched site, and in nobody's hands."""
+    silent = _silent_with_site(run).select_related("lease", "cluster", "rack")
+    return list(silent.filter(state__in=sorted(IN_SERVICE), hold_reason=""))
+
+
+def _silent_with_site(run: PlaybookRun) -> QuerySet[Node]:
+    """Whoever fell silent with the watched site and is not heard: of who was silent long before it
+    people know. By when their leases ran out, for we may have been away before."""
+    return Node.objects.filter(
+        cluster_id=run.cluster_id,
+        lease__reachable=False,
+        lease__unreachable_since__gte=run.created_at - SAME_SILENCE,
     )
 
 

@@ -104,7 +104,7 @@ def await_soak(ctx: StepContext, node: Node) -> Outcome:
 
 
 def _speaks_against(signal: Signal) -> bool:
-    if signal.kind in HARDWARE_SPEAKS:
-        verdict = verdict_of(signal)
-        return verdict is not None and condemns_node(verdict)
-    return signal.kind in (SignalKind.GPU_UNREADABLE, SignalKind.LEASE_LOST)
+    if signal.kind in (SignalKind.GPU_UNREADABLE, SignalKind.LEASE_LOST):
+        return True
+    verdict = verdict_of(signal) if signal.kind in HARDWARE_SPEAKS else None
+    return verdict is not None and condemns_node(verdict)

@@ -25,6 +25,7 @@ from workers.triage.readings import (
     judge_errors,
     judge_flag,
     judge_reading,
+    judge_silence,
 )
 from workers.triage.verdicts import (
     ACTIONS,
@@ -76,6 +77,7 @@ __all__ = [
     "judge_flag",
     "judge_line",
     "judge_reading",
+    "judge_silence",
     "may_end_rank",
     "parse",
     "stronger",

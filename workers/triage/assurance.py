@@ -23,6 +23,7 @@ _INFERRED = (
     "told-by-the-job",
     "correlated-silence",
     "same-rack",
+    "card-silent",
     "silence",
 )
 _AFTER_RESET = (

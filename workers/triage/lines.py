@@ -50,7 +50,7 @@ _DRAM_ERROR, _SRAM_ERROR = 171, 172
 #: Codes that decide on what others near them mean.
 DECIDING = frozenset({LOST, _REMAPPED, _NOT_REMAPPED, _DRAM_ERROR, _SRAM_ERROR, RECOVERY_ACTION})
 #: Codes of a program's doing, until they repeat at one place of a card.
-_PROGRAM_CODES = (13, 31)
+PROGRAM_CODES = (13, 31, 43)
 #: Groups of SXids that are what a switch sees of a GPU that is gone.
 _SEEN_OF_A_GPU = ("potentially_fatal", "link_stall")
 
@@ -72,6 +72,8 @@ class Near:
     parity_before: int = 0
     #: Separate bursts of this code, at this place, in the day before.
     bursts_before: int = 0
+    #: Other nodes whose cards said this code within the day.
+    other_nodes: int = 0
 
 
 NOTHING_NEAR = Near()
@@ -184,15 +186,20 @@ def _by_catalogue(
         words.rule += ": unused code"
         words.urgency = "none"
         words.why.append("the vendor marks the code as unused: it takes no node out by itself")
-    if parsed.code in _PROGRAM_CODES and near.bursts_before:
+    if parsed.code in PROGRAM_CODES and near.bursts_before:
         place = parsed.place_in_gpu
         where = f"GPC {place[0]}, TPC {place[1]} of this card" if place else "this card"
         words.rule += ": repeats"
-        words.follow_up = "field_diagnostic"
-        words.why.append(
-            f"again on {where}, after {near.bursts_before} in the day before: if other programs "
-            "meet it there too, the card is to be diagnosed"
-        )
+        again = f"again on {where}, after {near.bursts_before} in the day before"
+        if near.other_nodes:
+            others = f"{near.other_nodes} other node{'s' if near.other_nodes > 1 else ''}"
+            words.why.append(f"{again}, and on cards of {others} too: it is the program's")
+        else:  # whose fault it is nobody knows yet: somebody looks
+            words.action, words.urgency = "field_diagnostic", "idle"
+            words.follow_up = "contact_vendor"
+            words.why.append(
+                f"{again}: if other programs meet it there too, the card is to be diagnosed"
+            )
     if parsed.code == LOST:
         words.follow_up = "contact_vendor"
         if near.bursts_before:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 
 from node_agent.collectors import xid
 from workers.triage import nvlink
@@ -22,6 +23,7 @@ from workers.triage.lines import (
     LOST,
     NOTHING_NEAR,
     NVLINK,
+    PROGRAM_CODES,
     RECOVERY_ACTION,
     Near,
     Parsed,
@@ -39,9 +41,9 @@ NEAR_LINES = 100
 DAY_S = 86_400.0
 #: Of one code at one place, so many bursts are remembered.
 MAX_BURSTS = 50
-_EXCEPTION, _MEMORY_FAULT = 13, 31
+_EXCEPTION = 13
 #: Codes of which the bursts of a day are counted.
-IN_BURSTS = frozenset({_EXCEPTION, _MEMORY_FAULT, LOST})
+IN_BURSTS = frozenset({*PROGRAM_CODES, LOST})
 #: What a switch sees of a GPU that is gone, it may see a while later.
 SEEN_LATER_S = 600.0
 #: So many of one kind are looked at on either side.
@@ -157,10 +159,14 @@ class _Bursts:
 
 
 def judge_log(
-    lines: Sequence[str], catalogue: Catalogue, stamps: Sequence[Stamp | None] | None = None
+    lines: Sequence[str],
+    catalogue: Catalogue,
+    stamps: Sequence[Stamp | None] | None = None,
+    elsewhere: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[Judged | None]:
     """What each line of one machine's log means, None where it means nothing. `stamps`: when each
-    line was heard, where that is known better than from the lines."""
+    line was heard, where that is known better than from the lines. `elsewhere`: by code, how many
+    other machines said it that day."""
     seen = {one.number: one for one in _observations(lines, stamps)}
     by_card: dict[str, dict[int, _Track]] = defaultdict(lambda: defaultdict(_Track))
     lost, switches = _Track(), _Track()
@@ -194,7 +200,8 @@ def judge_log(
                 count = bursts[parsed.code, _card(parsed), parsed.mig, place].before(found)
                 # An exception of a shader that names no place says nothing of the card.
                 if parsed.code != _EXCEPTION or place is not None:
-                    near = replace(near, bursts_before=count)
+                    others = elsewhere.get(parsed.code, 0)
+                    near = replace(near, bursts_before=count, other_nodes=others)
             elif parsed.code == NVLINK:
                 link = (_card(parsed), parsed.link)
                 times = found.stamp.count if found.stamp is not None else 1

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.triage.verdicts import Fault, LineVerdict, condemns_node
+from workers.triage.verdicts import Fault, LineVerdict, condemns_node, ends_program
 
 #: A program that a fault of its card ends has ended by then, in seconds.
 PROGRAM_ENDS_S = 5.0
@@ -114,16 +114,17 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
     alone loses nothing: an agent may be away while its rank trains on.
     """
     gone = evidence.process_exited or evidence.peers_lost_it or evidence.ended
-    line = next(iter(evidence.verdicts), None)
-    if line is not None and condemns_node(line) and (gone or evidence.node_reachable):
+    condemning = next(filter(condemns_node, evidence.verdicts), None)
+    line = next(filter(ends_program, evidence.verdicts), None)
+    if condemning is not None and (gone or evidence.node_reachable):
         # Also where the process still stands: it hangs on the card, and its node is being emptied.
-        return _line_cause(line, node_fit=False)
+        return _line_cause(condemning, node_fit=False)
     if not gone and evidence.still_commits and not evidence.node_reachable:
         # It may be away for days: whoever loses the replica says so.
         wait_s = 1.0 if evidence.waited_s < evidence.patience_s else 10.0
         return NotYet(wait_s, "its node's agent is silent, but the replica commits steps")
     if not gone and evidence.node_reachable:
-        if line is not None and line.action == "restart_app" and evidence.waited_s < PROGRAM_ENDS_S:
+        if line is not None and evidence.waited_s < PROGRAM_ENDS_S:
             # The kernel speaks first; the program that it speaks of ends a moment later.
             return NotYet(0.5, f"{line.code} hit the program, whose end has not been told")
         return NothingLost("its node is heard again, and nobody lost the replica")
@@ -146,7 +147,7 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
             "card-silent",
             "reboot",
         )
-    if line is not None and line.action == "restart_app":
+    if line is not None:
         return _line_cause(line, node_fit=True)
     if evidence.sent_away:
         return _SENT_AWAY
@@ -196,7 +197,8 @@ def _is_unfit(loss: LossEvidence) -> bool:
 
 
 def _line_cause(line: LineVerdict, node_fit: bool) -> Cause:
-    return Cause(line.fault, line.code, node_fit, line.summary, line.rule, line.action, line.pci)
+    action = "restart_app" if node_fit else line.action
+    return Cause(line.fault, line.code, node_fit, line.summary, line.rule, action, line.pci)
 
 
 def _process_cause(evidence: LossEvidence) -> Cause:

@@ -38,6 +38,16 @@ def judge_reading(pci: str, data: Mapping[str, Any]) -> LineVerdict | None:
     return _judge_watched(pci, name, value, data)
 
 
+def judge_silence(pci: str, reason: str) -> LineVerdict:
+    """What it means that a card has not answered for a while, and no kernel line says why: `reason`
+    in its agent's words. What trains there may not need what was asked of it: it trains on."""
+    why = reason or "no reason given"
+    return LineVerdict(
+        "gpu-unreadable", pci, "hardware", "reboot", "idle", "card-silent",
+        f"it does not answer: {why}", follow_up="contact_vendor",
+    )  # fmt: skip
+
+
 def judge_blame(kind: str, told: str) -> LineVerdict:
     """What it means that a job finds one of its replicas unlike the others, one of BLAMES, or that
     a node's disk does not give back what was written to it, DAMAGED, or its memory what it was

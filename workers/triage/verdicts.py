@@ -88,6 +88,12 @@ def is_for_people(action: str, fault: str, *, can_examine: bool) -> bool:
     return action in FOR_PEOPLE and not by_tool
 
 
+def ends_program(verdict: LineVerdict) -> bool:
+    """Whether it ends the program on the card, whatever else is wanted of that."""
+    of_program = verdict.fault == "program" and verdict.urgency != "none"
+    return verdict.action == "restart_app" or of_program
+
+
 def condemns_node(verdict: LineVerdict) -> bool:
     """Whether the line speaks against the node itself, not just against the program on it."""
     if verdict.urgency not in ("now", "next_checkpoint"):

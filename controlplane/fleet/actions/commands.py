@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
-from django.db.models import Q
+from django.db.models import CharField, Func, Q, QuerySet, Value
 from django.utils import timezone
 
 from controlplane import crypto, doorbell
@@ -22,6 +23,8 @@ from node_agent import wire
 RESULT_GRACE_S = 30
 #: The error of an order that nobody wants any more.
 CALLED_BACK = "called back"
+#: An order that has its end is kept for so long, and so many are forgotten at a time.
+KEPT, FORGOTTEN_AT_ONCE = timedelta(days=30), 1000
 
 
 @change()
@@ -157,6 +160,19 @@ def expire_commands(now: datetime) -> int:
         )
         doorbell.ring_after_commit(f"step/{row.requester}")
     return count
+
+
+def forget_commands(now: datetime, at_work: QuerySet[Any, str]) -> int:
+    """Delete orders that have had their end for long; some at a time. Returns how many.
+
+    Not those of steps that are `at_work` still, by their ids: a step looks up what it has asked
+    for. Nor those to end what hangs, which are counted.
+    """
+    asker = Func("requester", Value("."), 1, function="split_part", output_field=CharField())
+    old = Command.objects.alias(asker=asker).filter(finished_at__lt=now - KEPT)
+    over = old.exclude(asker__in=at_work).exclude(requester__startswith="end/")
+    some = over.order_by("finished_at").values("pk")[:FORGOTTEN_AT_ONCE]
+    return Command.objects.filter(pk__in=some).delete()[0]
 
 
 def _moment(unix_time: float) -> datetime:

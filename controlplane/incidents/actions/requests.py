@@ -85,20 +85,22 @@ def admit_enrolled() -> int:
 def order_node(actor: Actor, node_id: str, verb: str, reason: str) -> PlaybookRun:
     """Do what a person asks for a node, as a run of its own: see NODE_ORDERS for the verbs.
 
-    Raises Conflict for an unknown verb, without a reason, in a state that does not allow it, or
-    while another order is under way.
+    Raises Conflict for an unknown verb, without a reason, in a state that does not allow it, while
+    another order is under way, or if a node is to return whose repair is not over.
     """
     if not reason.strip():
         raise Conflict("an order needs a reason, for the record")
     node = Node.objects.select_for_update(no_key=True, of=("self",)).get(pk=node_id)
     check_order(node, verb)
     playbook = NODE_ORDERS[verb]
-    orders = PlaybookRun.objects.filter(
-        node=node, playbook__in=NODE_ORDERS.values(), state__in=RUN_UNFINISHED
-    )
-    under_way = orders.first()
+    runs = PlaybookRun.objects.filter(node=node, state__in=RUN_UNFINISHED)
+    under_way = runs.filter(playbook__in=NODE_ORDERS.values()).first()
     if under_way is not None:
         raise Conflict(f"“{under_way.title}” is under way; cancel it or wait for it")
+    # The guards keep the other orders waiting; a return asks none.
+    repair = runs.filter(playbook="repair-node").first()
+    if verb == "return" and repair is not None:
+        raise Conflict(f"“{repair.title}” is not over: cancel it, then return {node.name}")
     return request_run(
         actor,
         playbook,

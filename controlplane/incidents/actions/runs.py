@@ -19,7 +19,7 @@ from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import IN_SERVICE, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import SignalKind
-from controlplane.health.models import Failure, Signal
+from controlplane.health.models import Signal
 from controlplane.incidents.actions.incidents import tell
 from controlplane.incidents.choices import (
     RUN_ACTIVE,
@@ -259,10 +259,11 @@ def _drained_since(run: PlaybookRun) -> datetime:
 def _judge_again(node: Node, since: datetime) -> None:
     """What its hardware told while it was being emptied led to nothing, for it was in somebody's
     hands."""
-    untold = Failure.objects.filter(node=node, incidents=None, created_at__gte=since)
-    lines = Signal.objects.filter(kind__in=(SignalKind.KERNEL_LINE, SignalKind.READING), node=node)
     # Triage sees to those that it has not handled, and holds them perhaps.
-    lines.filter(failures__in=untold, triaged_at__isnull=False).update(triaged_at=None)
+    handled = Signal.objects.filter(
+        kind__in=(SignalKind.KERNEL_LINE, SignalKind.READING), node=node, triaged_at__gte=since
+    )
+    handled.exclude(failures=None).update(triaged_at=None)
     doorbell.ring_after_commit()
 
 

@@ -13,6 +13,7 @@ from django.utils import timezone
 from controlplane.fleet import actions
 from controlplane.fleet.choices import CommandState
 from controlplane.fleet.models import Command
+from controlplane.incidents.models import PlaybookStep
 from tests.factories import NodeFactory
 
 pytestmark = pytest.mark.django_db
@@ -38,6 +39,11 @@ def _expire() -> None:
     actions.expire_commands(timezone.now())
 
 
+def _forget() -> None:
+    nobody = PlaybookStep.objects.none().values_list("pk", flat=True)
+    actions.forget_commands(timezone.now(), nobody)
+
+
 def _call_back() -> None:
     actions.call_back_commands("stp_7")
 
@@ -47,7 +53,7 @@ def _of_a_step() -> None:
 
 
 @pytest.mark.usefixtures("told")
-@pytest.mark.parametrize("lookup", [_expire, _call_back, _of_a_step])
+@pytest.mark.parametrize("lookup", [_expire, _forget, _call_back, _of_a_step])
 def test_orders_are_found_by_an_index(lookup: Callable[[], None]) -> None:
     with CaptureQueriesContext(connection) as asked:
         lookup()

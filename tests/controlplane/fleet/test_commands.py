@@ -15,10 +15,13 @@ from controlplane import crypto
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Refused
 from controlplane.fleet import actions
+from controlplane.fleet.actions import commands
 from controlplane.fleet.choices import CommandState
 from controlplane.fleet.models import Command
+from controlplane.incidents.choices import RunState
+from controlplane.incidents.models import PlaybookStep
 from node_agent import wire
-from tests.factories import NodeFactory
+from tests.factories import NodeFactory, PlaybookStepFactory
 
 pytestmark = pytest.mark.django_db
 
@@ -87,6 +90,45 @@ def test_an_order_that_nobody_answers_expires() -> None:
     assert actions.expire_commands(timezone.now() + timedelta(seconds=60)) == 1
     command.refresh_from_db()
     assert command.state == CommandState.EXPIRED
+
+
+def finished(requester: str, *, days: int) -> Command:
+    """Its asker's order came to its end so long ago."""
+    command = actions.queue_command(
+        SYSTEM, NodeFactory().pk, wire.Diagnose(), requester=f"{requester}.0-0"
+    )
+    actions.record_command_result(command.node_id, result(command))
+    Command.objects.filter(pk=command.pk).update(finished_at=timezone.now() - timedelta(days=days))
+    return command
+
+
+def forget() -> int:
+    at_work = PlaybookStep.objects.filter(run__state=RunState.NEEDS_OPERATOR)
+    return actions.forget_commands(timezone.now(), at_work.values_list("pk", flat=True))
+
+
+def test_what_came_of_an_order_is_forgotten_after_a_month() -> None:
+    lately, long_ago = finished("stp_1", days=29), finished("stp_2", days=31)
+    pending = actions.queue_command(SYSTEM, lately.node_id, wire.Diagnose(), requester="stp_3")
+
+    assert forget() == 1
+    assert set(Command.objects.all()) == {lately, pending}
+    assert not Command.objects.filter(pk=long_ago.pk).exists()
+
+
+def test_the_orders_of_a_step_that_is_not_over_are_kept() -> None:
+    step = PlaybookStepFactory(run__state=RunState.NEEDS_OPERATOR)
+    finished(step.pk, days=90)
+
+    assert forget() == 0
+
+
+def test_orders_are_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "FORGOTTEN_AT_ONCE", 2)
+    for n in range(3):
+        finished(f"stp_{n}", days=31)
+
+    assert (forget(), forget(), forget()) == (2, 1, 0)
 
 
 def expired_order(action: wire.Verb) -> Command:

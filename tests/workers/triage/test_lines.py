@@ -74,7 +74,14 @@ def unit(code: int, name: str, interrupt: int, status: int, printed: str = "Nonf
         (xid("64, Row Remapper Error"), {}, "reset_gpu", "contact_vendor"),
         (xid("79, GPU has fallen off the bus."), {}, "reboot", "contact_vendor"),
         (xid("13, Graphics Exception"), {}, "restart_app", "workflow_xid_13"),
-        (xid("13, Graphics Exception"), {"bursts_before": 1}, "restart_app", "field_diagnostic"),
+        *(
+            (xid(f"{code}, x"), {"bursts_before": 1}, "field_diagnostic", "contact_vendor")
+            for code in (13, 31, 43)
+        ),
+        (
+            xid("13, x"), {"bursts_before": 1, "other_nodes": 2},
+            "restart_app", "workflow_xid_13",
+        ),
         (xid("74, NVLink: fatal error detected on link 1"), {}, "undecodable", "contact_vendor"),
         (
             xid("74, NVLink: fatal error detected on link 1"), {"recovery": "reset_gpu"},

@@ -157,10 +157,19 @@ def test_a_repeat_at_one_place_of_a_card_asks_for_a_diagnosis_of_it() -> None:
     ]
     found = [one.verdict for one in judge_log(lines, catalogue()) if one is not None]
 
-    assert [one.follow_up == "field_diagnostic" for one in found] == [
+    assert [one.action == "field_diagnostic" for one in found] == [
         False, False, False, True, True, False,  # the last one is a day later
     ]  # fmt: skip
-    assert {one.action for one in found} == {"restart_app"}
+    assert {one.fault for one in found} == {"program"}
+
+
+def test_a_repeat_that_other_machines_saw_too_is_the_programs() -> None:
+    lines = [at(1, "31, pid=1, name=a, MMU Fault"), at(4000, "31, pid=2, name=a, MMU Fault")]
+    found = list(judge_log(lines, catalogue(), elsewhere={31: 7}))
+
+    assert [one and one.verdict.action for one in found] == ["restart_app", "restart_app"]
+    assert found[1] is not None
+    assert "on cards of 7 other nodes too" in found[1].verdict.summary
 
 
 def test_parity_errors_are_counted_for_each_link() -> None:
