@@ -17,7 +17,7 @@ RESOURCES: dict[str, type[Resource]] = {
     "racks": fleet.Racks,
     "nodes": incidents.Nodes,
     "gpus": fleet.Gpus,
-    "spares": jobs.SparesToReserve,
+    "spares": incidents.Spares,
     "spare-reservations": jobs.SpareReservations,
     "repairs": fleet.Repairs,
     "maintenance": fleet.MaintenanceWindows,

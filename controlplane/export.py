@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -61,15 +61,21 @@ def as_file(
     name: str,
     columns: Sequence[Column[Row]],
     pages: Iterable[Sequence[Row]],
+    known: Mapping[str, Collection[str]] | None = None,
 ) -> HttpResponseBase:
-    """All `pages` as the file that `is_wanted`; 400 for an unknown format, 503 when too many run.
+    """All `pages` as the file that `is_wanted`; 400 for an unknown word, 503 when too many run.
+
+    `known` are the words that fields of the address may have: a page leaves another word out, but
+    a file would hold other rows than were asked for, and nothing in it would say so.
 
     A list that ends within its first page is sent in one piece and with its length. Whatever
     fails while that page is read is an error of the request, as on the page itself.
     """
+    for field, words in {"export": _FORMATS, **(known or {})}.items():
+        told = request.GET.get(field, "")
+        if told and told not in words:
+            return refusal(field, told, words)
     word = request.GET["export"]
-    if word not in _FORMATS:
-        return refusal("export", word, _FORMATS)
     form = _FORMATS[word]
     coming = iter(pages)
     first = list(islice(coming, 2))

@@ -1,6 +1,6 @@
 """Lists by page: sorted, and continued after the last row that was shown.
 
-Nothing is counted or skipped through, so the hundredth page costs what the first did.
+Of a page nothing is counted or skipped through, so the hundredth page costs what the first did.
 """
 
 from __future__ import annotations
@@ -37,6 +37,20 @@ class Page(Generic[Row]):
 
     def __bool__(self) -> bool:
         return bool(self.rows)
+
+
+@dataclass(frozen=True)
+class Top(Generic[Row]):
+    """The first rows of a list, and how many there are in all."""
+
+    rows: list[Row]
+    total: int
+
+    @classmethod
+    def of(cls, found: QuerySet[Row], shown: int) -> Top[Row]:
+        """Counts only where `shown` rows are not all."""
+        rows = list(found[: shown + 1])
+        return cls(rows[:shown], len(rows) if len(rows) <= shown else found.count())
 
 
 def page_of(
@@ -82,6 +96,12 @@ def pages_of(
         place = order.place_of(rows[-1])
 
 
+def sort_words(sorts: Mapping[str, str]) -> list[str]:
+    """What `sort` may be in the address of a list that has these: each, rising and falling."""
+    named = {word.removeprefix("-") for word in sorts}
+    return sorted(f"{sign}{word}" for word in named for sign in ("", "-"))
+
+
 @dataclass(frozen=True)
 class _Order:
     """How a list is sorted: the word in the address, and the field it stands for."""
@@ -93,7 +113,7 @@ class _Order:
     def asked(cls, query: Mapping[str, str], sorts: Mapping[str, str]) -> _Order:
         default = next(iter(sorts))
         sort = query.get("sort", default)
-        if sort.removeprefix("-") not in {word.removeprefix("-") for word in sorts}:
+        if sort not in sort_words(sorts):
             sort = default
         word = sort.removeprefix("-")
         return cls(sort, sorts.get(word) or sorts[f"-{word}"])

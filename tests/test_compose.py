@@ -22,6 +22,7 @@ from django.urls import resolve
 from granian.cli import cli as granian_command
 
 from controlplane import doorbell
+from controlplane.env import env_list
 from controlplane.local import runfile
 from tests.controlplane.ingest.door import wait_until
 from tests.running import running, web
@@ -132,6 +133,17 @@ def test_each_secret_is_a_file_of_which_git_and_the_image_know_nothing(
     assert all(file.startswith("./secrets/") for file in files)
     assert "/secrets/" in (runfile.REPOSITORY / ".gitignore").read_text().split()
     assert "secrets" in (runfile.REPOSITORY / ".dockerignore").read_text().split()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"), [("", ["web"]), ("drydock.example.org", ["web", "drydock.example.org"])]
+)
+def test_web_is_asked_by_its_name_in_the_network_whatever_other_names_are_given(
+    services: dict[str, Any], monkeypatch: pytest.MonkeyPatch, given: str, names: list[str]
+) -> None:
+    told = services["web"]["environment"]["ALLOWED_HOSTS"].replace("${ALLOWED_HOSTS:-}", given)
+    monkeypatch.setenv("ALLOWED_HOSTS", told)
+    assert env_list("ALLOWED_HOSTS", []) == names
 
 
 def test_no_secret_stands_in_the_environment(compose: dict[str, Any]) -> None:

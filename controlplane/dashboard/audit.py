@@ -14,10 +14,10 @@ from controlplane.accounts.choices import Role
 from controlplane.accounts.models import AuditEvent
 from controlplane.accounts.views import signed_in
 from controlplane.dashboard.selectors import people, trail
-from controlplane.export import Column, as_file, is_wanted
+from controlplane.export import Column, as_file, is_wanted, refusal
 from controlplane.fleet.selectors import audit_for, clusters_for, may_everywhere
 from controlplane.live import live_page
-from controlplane.paging import page_of, pages_of
+from controlplane.paging import page_of, pages_of, sort_words
 
 SORTS = {"-id": "id"}
 #: A write and the name of who did it.
@@ -49,9 +49,12 @@ def audit(request: HttpRequest) -> HttpResponseBase:
     asked = trail.Asked.of(request.GET)
     visible = audit_for(request.user)
     if is_wanted(request):
+        for field, told in asked.unreadable.items():
+            return refusal(field, told, ["a time such as 2026-11-21 03:00"])
         found = trail.narrowed(visible, asked).select_related("cluster")
         whole = pages_of(found, request.GET, sorts=SORTS)
-        return as_file(request, "audit", COLUMNS, map(_with_names, whole))
+        known = {"sort": sort_words(SORTS)}
+        return as_file(request, "audit", COLUMNS, map(_with_names, whole), known)
     clusters = list(clusters_for(request.user))
 
     def context() -> dict[str, Any]:

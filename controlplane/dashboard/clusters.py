@@ -21,7 +21,7 @@ from controlplane.fleet.selectors import clusters_for
 from controlplane.incidents import limits
 from controlplane.jobs.selectors import unfinished_jobs_for
 from controlplane.live import live_page
-from controlplane.paging import page_of, pages_of
+from controlplane.paging import page_of, pages_of, sort_words
 
 PAGE_SIZE = 100
 #: What the colours of the map say.
@@ -112,7 +112,8 @@ def cluster(request: HttpRequest, cluster_id: str) -> HttpResponseBase:
     listed = selectors.listed(found, chosen)
     if is_wanted(request):
         whole = map(selectors.rows_of, pages_of(listed, request.GET, sorts=selectors.SORTS))
-        return as_file(request, f"nodes-{found.name}", NODE_COLUMNS, whole)
+        known = {**selectors.WORDS, "sort": sort_words(selectors.SORTS)}
+        return as_file(request, f"nodes-{found.name}", NODE_COLUMNS, whole, known)
 
     def context() -> dict[str, Any]:
         page = page_of(listed, request.GET, sorts=selectors.SORTS, size=PAGE_SIZE)

@@ -19,7 +19,7 @@ from controlplane.health.models import Failure
 from controlplane.incidents import pricing
 from controlplane.incidents.selectors import WINDOWS, failures_in
 from controlplane.live import live_page
-from controlplane.paging import page_of, pages_of
+from controlplane.paging import page_of, pages_of, sort_words
 from workers.lemons import DAYS, LEMON
 
 SORTS = {"-seen": "observed_at", "code": "code", "-count": "count"}
@@ -61,7 +61,8 @@ def failures(request: HttpRequest) -> HttpResponseBase:
     found = chosen.apply(failures_in(within))
     if is_wanted(request):
         whole = pages_of(selectors.with_story(found), request.GET, sorts=SORTS)
-        return as_file(request, "failures", COLUMNS, map(_with_jobs, whole))
+        known = {"window": WINDOWS, "fault_class": FaultClass.values, "sort": sort_words(SORTS)}
+        return as_file(request, "failures", COLUMNS, map(_with_jobs, whole), known)
 
     def context() -> dict[str, Any]:
         page = page_of(selectors.with_story(found), request.GET, sorts=SORTS)

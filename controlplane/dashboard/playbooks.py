@@ -31,7 +31,7 @@ from controlplane.incidents.choices import Mode, Scope
 from controlplane.incidents.models import PlaybookRun
 from controlplane.incidents.selectors import runs_for
 from controlplane.live import live_page
-from controlplane.paging import page_of, pages_of
+from controlplane.paging import page_of, pages_of, sort_words
 
 RUNS_PER_PAGE = 20
 #: Ids sort by the time of their making.
@@ -71,9 +71,9 @@ def playbooks(request: HttpRequest) -> HttpResponseBase:
     found = chosen or (clusters[0] if clusters else None)
     if is_wanted(request) and found:
         runs = runs_for(request.user).filter(cluster=found).prefetch_related(None).defer(*_BULK)
-        return as_file(
-            request, f"runs-{found.name}", RUN_COLUMNS, pages_of(runs, {}, sorts=RUN_SORTS)
-        )
+        pages = pages_of(runs, request.GET, sorts=RUN_SORTS)
+        known = {"sort": sort_words(RUN_SORTS)}
+        return as_file(request, f"runs-{found.name}", RUN_COLUMNS, pages, known)
     return _page(request, found)
 
 
@@ -210,17 +210,21 @@ def _page(
         }
         if found is None:
             return base
-        runs = runs_for(request.user).filter(cluster=found)
+        runs = runs_for(request.user).filter(cluster=found).prefetch_related(None)
+        out = limits.out_nodes(found.pk)
+        windows, windows_total = selectors.windows_in(found)
         return base | {
             "rows": selectors.playbooks_in(found),
-            "budgets": selectors.budgets_in(found),
-            "reservations": selectors.reservations_in(found),
+            "budgets": selectors.budgets_in(found, out),
+            "out": selectors.with_runs(out),
+            "out_total": len(out),
             "breakers": limits.open_breakers([found.id]),
             "elsewhere": limits.open_breakers(
                 one.id for one in clusters if one.id != found.id
             ).select_related("cluster"),
             "closed": selectors.closed_breakers(found),
-            "windows": selectors.windows_in(found),
+            "windows": windows,
+            "windows_total": windows_total,
             "racks": found.racks.order_by("name"),
             "runs": page_of(runs, request.GET, sorts=RUN_SORTS, size=RUNS_PER_PAGE),
             "may_act": may(request.user, Role.OPERATOR, found.id),

@@ -177,7 +177,9 @@ def _file(request: HttpRequest) -> HttpResponseBase:
         return as_file(request, "repairs-nodes", OUT_COLUMNS, out)
     if wanted == "cases":
         found = selectors.cases_by(user, request.GET.get("cases", ""))
-        return as_file(request, "rma-cases", CASE_COLUMNS, pages_of(found, {}, sorts=CASE_SORTS))
+        whole = pages_of(found, {}, sorts=CASE_SORTS)
+        known = {"cases": (*CaseState.values, "all")}
+        return as_file(request, "rma-cases", CASE_COLUMNS, whole, known)
     if wanted == "repairs":
         done = pages_of(selectors.repairs_of(user), {}, sorts={"-at": "at"})
         return as_file(request, "repairs", REPAIR_COLUMNS, done)

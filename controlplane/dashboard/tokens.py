@@ -71,7 +71,7 @@ def tokens(request: HttpRequest) -> HttpResponseBase:
     """One's own tokens; to superusers, with `of=all`, everybody's."""
     if is_wanted(request):
         whole = pages_of(_found(request), {}, sorts={"-created": "created_at"})
-        return as_file(request, "tokens", COLUMNS, map(_rows, whole))
+        return as_file(request, "tokens", COLUMNS, map(_rows, whole), {"of": ("all",)})
     return _page(request)
 
 

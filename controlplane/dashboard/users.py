@@ -29,7 +29,7 @@ from controlplane.dashboard.selectors import roles
 from controlplane.errors import Conflict
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for, is_superuser, may_somewhere
-from controlplane.paging import page_of, pages_of
+from controlplane.paging import page_of, pages_of, sort_words
 
 SORTS = {"name": "username"}
 COLUMNS: tuple[Column[User], ...] = (
@@ -49,7 +49,8 @@ COLUMNS: tuple[Column[User], ...] = (
 def users(request: HttpRequest) -> HttpResponseBase:
     """The people, by name; `q` narrows, `user` chooses whom the forms are about."""
     if is_wanted(request):
-        return as_file(request, "users", COLUMNS, pages_of(_found(request), {}, sorts=SORTS))
+        people = pages_of(_found(request), request.GET, sorts=SORTS)
+        return as_file(request, "users", COLUMNS, people, {"sort": sort_words(SORTS)})
     return _page(request)
 
 

@@ -1,6 +1,7 @@
 """The API's incidents, runs, approvals, and what automation is allowed and told to do.
 
-Nodes, clusters and jobs gain here what concerns automation: orders, usable nodes, what changed.
+Nodes, spares, clusters and jobs gain here what concerns automation: orders, usable nodes, what
+changed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from controlplane.accounts.models import Actor
 from controlplane.fleet import api as fleet
 from controlplane.fleet.api import IN_CLUSTER, OF_NODE
 from controlplane.fleet.models import Changed, Cluster, Node
-from controlplane.fleet.selectors import clusters_for, nodes_for
+from controlplane.fleet.selectors import clusters_for, nodes_for, racks_for
 from controlplane.health.choices import Action, FaultClass, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.health.serializers import FailureDetailSerializer, FailureSerializer
@@ -78,8 +79,10 @@ from controlplane.incidents.serializers import (
 )
 from controlplane.jobs import api as jobs
 from controlplane.jobs import selectors as job_selectors
+from controlplane.jobs.actions import reserve_spare
 from controlplane.jobs.api import OF_JOB
-from controlplane.jobs.models import Job
+from controlplane.jobs.models import Job, SpareReservation
+from controlplane.jobs.serializers import NewReservation, SpareReservationSerializer
 from controlplane.rest.filters import (
     Exact,
     Flag,
@@ -253,6 +256,39 @@ class Nodes(jobs.NodesToSpare):
     reboot = _order("reboot", "Reboot a node")
     return_node = _order("return", "Validate a node and give it back", path="return")
     retire = _order("retire", "Strike a node that is out off the fleet; its history stays")
+
+
+class Spares(fleet.Spares):
+    @verb(
+        detail=False,
+        takes=NewReservation,
+        answers=SpareReservationSerializer,
+        status=HTTPStatus.CREATED,
+    )
+    def reserve(self, actor: Actor, cluster: Cluster, order: dict[str, Any]) -> SpareReservation:
+        """Keep a spare
+
+        One that fits and is among the usable nodes is chosen; of two who ask at once each gets
+        another. It is given back when its time is up, or when the job is placed on it.
+        """
+        user = self.request.user
+        job, rack = order["job"], order["rack"]
+        if job is not None:
+            visible = job_selectors.jobs_for(user).filter(cluster=cluster)
+            job = self.referred(visible, job, "job").pk
+        if rack is not None:
+            rack = self.referred(racks_for(user).filter(cluster=cluster), rack, "rack").pk
+        return reserve_spare(
+            actor,
+            cluster.pk,
+            holder=order["holder"],
+            ttl_s=order["ttl_s"],
+            reason=order["reason"],
+            job_id=job,
+            gpu_model=order["gpu_model"],
+            rack_id=rack,
+            among=selectors.usable_nodes(cluster.pk, job),
+        )
 
 
 def _plan_of_move(job: Job, order: dict[str, Any]) -> Mapping[str, Any]:

@@ -10,9 +10,9 @@ from django.db.models import Q, QuerySet
 from django.http import QueryDict
 
 from controlplane.accounts.models import Actor
-from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Nodes, Spares
+from controlplane.fleet.api import IN_CLUSTER, OF_NODE, Nodes
 from controlplane.fleet.models import Cluster, Node
-from controlplane.fleet.selectors import nodes_for, racks_for
+from controlplane.fleet.selectors import nodes_for
 from controlplane.jobs import actions, durability, selectors
 from controlplane.jobs.choices import JobState, ReplicaState, Tier
 from controlplane.jobs.models import (
@@ -34,7 +34,6 @@ from controlplane.jobs.serializers import (
     NewDirective,
     NewExclusion,
     NewJob,
-    NewReservation,
     Progress,
     ReplicaSerializer,
     SpareReservationSerializer,
@@ -240,35 +239,3 @@ class NodesToSpare(Nodes):
         A conflict while it is reserved: release that first.
         """
         actions.unmake_spare(actor, node.pk, order["reason"])
-
-
-class SparesToReserve(Spares):
-    @verb(
-        detail=False,
-        takes=NewReservation,
-        answers=SpareReservationSerializer,
-        status=HTTPStatus.CREATED,
-    )
-    def reserve(self, actor: Actor, cluster: Cluster, order: dict[str, Any]) -> SpareReservation:
-        """Keep a spare
-
-        One that is free and fits is chosen; of two who ask at once each gets another. It is given
-        back when its time is up, or when the job is placed on it.
-        """
-        user = self.request.user
-        job, rack = order["job"], order["rack"]
-        if job is not None:
-            jobs = selectors.jobs_for(user).filter(cluster=cluster)
-            job = self.referred(jobs, job, "job").pk
-        if rack is not None:
-            rack = self.referred(racks_for(user).filter(cluster=cluster), rack, "rack").pk
-        return actions.reserve_spare(
-            actor,
-            cluster.pk,
-            holder=order["holder"],
-            ttl_s=order["ttl_s"],
-            reason=order["reason"],
-            job_id=job,
-            gpu_model=order["gpu_model"],
-            rack_id=rack,
-        )

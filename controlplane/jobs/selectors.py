@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, Protocol
 
 from django.conf import settings
@@ -23,9 +23,10 @@ from django.db.models import (
     QuerySet,
     Subquery,
     Sum,
+    Window,
 )
 from django.db.models.fields.json import KeyTextTransform
-from django.db.models.functions import Cast, Coalesce
+from django.db.models.functions import Cast, Coalesce, RowNumber
 from django.http import Http404
 from django.utils import timezone
 
@@ -51,6 +52,11 @@ from controlplane.jobs.models import (
 
 #: At most this many points of a curve are sent to a browser.
 MAX_POINTS = 1000
+#: So many of the stays that have ended are told of each seat, of the interruptions, and of the
+#: checkpoints on a chart: the newest.
+STAYS_SHOWN = 20
+MARKS_SHOWN = 100
+CHECKPOINTS_SHOWN = 200
 #: How far an incident's fault may lie from the interruption it explains.
 NEAR = timedelta(seconds=120)
 #: So far a rank's clock may be behind ours, or its word on its way, before it is not believed.
@@ -209,8 +215,18 @@ class SampleLedger:
 def seats(job: Job) -> list[Seat]:
     """The job's shape: every replica with its stays on nodes."""
     stays: dict[tuple[str, int], list[Placement]] = {}
-    placements = Placement.objects.filter(replica__job=job).select_related("node")
-    for placement in placements.filter(IN_ITS_PLACE).order_by("-created_at"):
+    # Of those that have not ended a place has two at most.
+    newest = Window(
+        RowNumber(), partition_by=["replica", "node_rank", "state"], order_by="-created_at"
+    )
+    placements = (
+        Placement.objects.filter(IN_ITS_PLACE, replica__job=job)
+        .annotate(newest=newest)
+        .filter(newest__lte=STAYS_SHOWN)
+        .select_related("node")
+        .defer("node__report")
+    )
+    for placement in placements.order_by("-created_at"):
         stays.setdefault((placement.replica_id, placement.node_rank), []).append(placement)
     return [
         _seat(replica, node_rank, stays.get((replica.id, node_rank), []))
@@ -224,7 +240,7 @@ def _seat(replica: Replica, node_rank: int, stays: list[Placement]) -> Seat:
     ended = [stay for stay in stays if stay.state == PlacementState.ENDED]
     now = next((stay for stay in alive if not stay.standby), None)
     moving = next((stay for stay in alive if stay.standby), None)
-    return Seat(replica, node_rank, now, moving, ended[:20])
+    return Seat(replica, node_rank, now, moving, ended)
 
 
 def ordered_to_end(processes: Collection[Placement]) -> bool:
@@ -256,19 +272,24 @@ def was_sent_away(placement: Placement) -> bool:
     return placement.end_reason == SENT_AWAY and not ordered_to_end(left_together(placement))
 
 
-def marks(job: Job, *, limit: int = 100) -> list[Mark]:
-    """The newest interruptions of a job, newest first."""
-    interruptions = list(job.interruptions.order_by("-epoch")[:limit])
+def marks(job: Job, *, since: datetime | None = None) -> list[Mark]:
+    """The newest interruptions of a job, newest first; only those that ended `since` then."""
+    found = job.interruptions.order_by("-epoch")
+    if since is not None:
+        found = found.filter(committed_at__gte=since)
+    interruptions = list(found[:MARKS_SHOWN])
     if not interruptions:
         return []
-    since = interruptions[-1].started_at - NEAR
+    near = interruptions[-1].started_at - NEAR
     incidents = list(
-        job.incidents.filter(Q(occurred_at__gte=since) | Q(restored_at__gte=since)).order_by("id")
+        job.incidents.filter(Q(occurred_at__gte=near) | Q(restored_at__gte=near)).order_by("id")
     )
     moves = list(
         Placement.objects.filter(
-            replica__job=job, standby=False, moved_from__isnull=False, joined_at__gte=since
-        ).select_related("replica", "node", "moved_from__node")
+            replica__job=job, standby=False, moved_from__isnull=False, joined_at__gte=near
+        )
+        .select_related("replica", "node", "moved_from__node")
+        .defer("node__report", "moved_from__node__report")
     )
     moved = [_moved(one, moves) for one in interruptions]
     return [
@@ -369,19 +390,21 @@ def series(job: Job, *, after: float | None, window_s: float | None) -> dict[str
     """Loss and throughput over time as columns, at most `MAX_POINTS` long; None: nothing new.
 
     Whole, `window_s` seconds back from the newest point, or only what came `after` a point's time:
-    steps come again where a job went back to a checkpoint.
+    steps come again where a job went back to a checkpoint. Of the marks and checkpoints those
+    shortly before that point come again: they may be told, and explained, after it.
     """
     points = _points(job, after, window_s)
     if not points and after is not None:
         return None
+    since = None if after is None else datetime.fromtimestamp(after, UTC) - NEAR
     return {
         "step": [point[0] for point in points],
         "at": [_rounded(point[1], 3) for point in points],
         "loss": [_rounded(point[2], 6) for point in points],
         "throughput": [_rounded(point[3], 2) for point in points],
         "gap_s": [_rounded(point[4], 4) for point in points],
-        "marks": _chart_marks(job, 5 if after is not None else 100),
-        "checkpoints": _chart_checkpoints(job, 5 if after is not None else 200),
+        "marks": _chart_marks(job, since),
+        "checkpoints": _chart_checkpoints(job, since),
         "now": timezone.now().timestamp(),
     }
 
@@ -427,7 +450,7 @@ def _points(job: Job, after: float | None, window_s: float | None) -> list[tuple
         return list(cursor.fetchall())
 
 
-def _chart_marks(job: Job, limit: int) -> list[dict[str, Any]]:
+def _chart_marks(job: Job, since: datetime | None) -> list[dict[str, Any]]:
     return [
         {
             "epoch": mark.interruption.epoch,
@@ -438,12 +461,15 @@ def _chart_marks(job: Job, limit: int) -> list[dict[str, Any]]:
             "gap_s": mark.interruption.gap_s,
             "incident": mark.incident.id if mark.incident else None,
         }
-        for mark in reversed(marks(job, limit=limit))
+        for mark in reversed(marks(job, since=since))
     ]
 
 
-def _chart_checkpoints(job: Job, limit: int) -> list[dict[str, Any]]:
-    newest = job.checkpoints.order_by("-at")[:limit]
+def _chart_checkpoints(job: Job, since: datetime | None) -> list[dict[str, Any]]:
+    found = job.checkpoints.order_by("-at")
+    if since is not None:
+        found = found.filter(at__gte=since)
+    newest = found[:CHECKPOINTS_SHOWN]
     return [{"step": one.step, "at": one.at.timestamp(), "tier": one.tier} for one in newest][::-1]
 
 

@@ -15,7 +15,7 @@ from controlplane.jobs import durability, selectors
 from controlplane.jobs.choices import JOB_UNFINISHED
 from controlplane.jobs.models import Job
 from controlplane.live import live_page
-from controlplane.paging import page_of, pages_of
+from controlplane.paging import page_of, pages_of, sort_words
 
 #: How far back the curves may be asked to reach, by the word in the address.
 WINDOWS: dict[str, tuple[str, float | None]] = {
@@ -66,7 +66,9 @@ def jobs(request: HttpRequest) -> HttpResponseBase:
     if cluster := request.GET.get("cluster"):
         found = found.filter(cluster=cluster)
     if is_wanted(request):
-        return as_file(request, "jobs", COLUMNS, pages_of(found, request.GET, sorts=SORTS))
+        whole = pages_of(found, request.GET, sorts=SORTS)
+        known = {"state": ("active", "ended"), "sort": sort_words(SORTS)}
+        return as_file(request, "jobs", COLUMNS, whole, known)
 
     def context() -> dict[str, Any]:
         page = page_of(found, request.GET, sorts=SORTS)

@@ -7,16 +7,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
 
 from controlplane.local import processes
-from controlplane.local.up import holder, locked
+from controlplane.local.up import LOCK, MARKER, holder, is_home, locked, made
 
 #: Longest that a whole product may take to stop, in seconds.
 STOP_S = 120.0
+#: Where the data of a home lies, in that home, while it is deleted.
+FORGOTTEN = ".drydock-forgotten"
 
 
 def down(home: Path, say: Callable[[str], None]) -> bool:
@@ -24,8 +26,11 @@ def down(home: Path, say: Callable[[str], None]) -> bool:
     running = holder(home)
     if running and not _stop(int(running["pid"]), str(running["url"]), say):
         return False
-    with _alone(home):
-        swept = processes.sweep(home)
+    if is_home(home):
+        with _alone(home):
+            swept = processes.sweep(home)
+    else:  # somebody has deleted it under what it runs
+        swept = processes.stop_marked(home)
     if swept:
         say(f"stopped {swept} processes that a killed run had left")
     elif not running:
@@ -60,30 +65,31 @@ def _stop(pid: int, url: str, say: Callable[[str], None]) -> bool:
     return True
 
 
-def forgotten(home: Path) -> Path:
-    """Where the data of a home lies while it is deleted."""
-    return home.with_name(f"{home.name}.forgotten")
-
-
-def forget(home: Path) -> None:
-    """Delete the data of a home that does not run, and what an earlier call was not let delete.
+def forget(home: Path) -> list[str]:
+    """Delete what `up` has made in a home that does not run, and the home if nothing else is there;
+    the names of what else is, and stays.
 
     Cut short, it leaves no home that has its database without its keys.
     """
-    doomed = forgotten(home)
-    if doomed.exists():
+    with _alone(home):
+        (home / MARKER).touch()  # by which a later call finds what one that is cut short has left
+        doomed = home / FORGOTTEN
+        if doomed.exists():  # an earlier call was cut short
+            shutil.rmtree(doomed)
+        doomed.mkdir()
+        for path in made(home):
+            path.rename(doomed / path.name)
         shutil.rmtree(doomed)
-    if home.exists():
-        with _alone(home):
-            _delete(home, doomed)
+        (home / MARKER).unlink()
+        (home / LOCK).unlink()
+        left = sorted(path.name for path in home.iterdir())
+        with suppress(OSError):  # it is not empty, a mount point, or in a folder of others
+            home.rmdir()
+    return left
 
 
-def _delete(home: Path, doomed: Path) -> None:
-    try:
-        home.rename(doomed)
-    except OSError:  # a mount point, or a folder that we may not write to
-        (home / "postgres" / "PG_VERSION").unlink(missing_ok=True)
-        shutil.rmtree(home / "postgres", ignore_errors=True)
-        shutil.rmtree(home)
-    else:
-        shutil.rmtree(doomed)
+def forget_earlier(home: Path) -> None:
+    """Delete what a `reset` of an earlier version, which moved a home away, was cut short over."""
+    moved = home.with_name(f"{home.name}.forgotten")
+    if any((moved / name).exists() for name in (MARKER, LOCK, "secret-key")):
+        shutil.rmtree(moved)

@@ -172,10 +172,17 @@ def sweep(home: Path) -> int:
     strays = {process.pid for process in marked(home)}
     for order in sorted({remain.stop_order for remain in remains}):
         _stop_remains([remain for remain in remains if remain.stop_order == order])
-    _stop_remains([_Remain(p, signal.SIGTERM, 5.0, 0) for p in marked(home)])
+    stop_marked(home)
     for record in (home / "pids").glob("*.json"):
         record.unlink(missing_ok=True)
     return len(strays | {remain.process.pid for remain in remains})
+
+
+def stop_marked(home: Path) -> int:
+    """Stop what was started for this home, whatever lies in its folder; how many that were."""
+    strays = marked(home)
+    _stop_remains([_Remain(process, signal.SIGTERM, 5.0, 0) for process in strays])
+    return len(strays)
 
 
 def marked(home: Path) -> list[psutil.Process]:

@@ -29,13 +29,17 @@ def path() -> Path:
 
 
 def load_into(environ: MutableMapping[str, str]) -> None:
-    """Set what the run file names and the environment does not; make the secret key if needed."""
+    """Set what the run file names and the environment does not, and the home's secret key; where
+    there is none, a new one, which only `keep_secret_key` writes down."""
     _found.update(environ)
     with ours(home()):
         for name, value in read().items():
             environ.setdefault(name, value)
         if "SECRET_KEY" not in environ and "SECRET_KEY_FILE" not in environ:
-            environ["SECRET_KEY"] = secret_key()
+            kept = _key_file()
+            environ["SECRET_KEY"] = (
+                kept.read_text().strip() if kept.exists() else secrets.token_urlsafe(48)
+            )
 
 
 def callers_environment() -> dict[str, str]:
@@ -84,12 +88,21 @@ def _boot_id() -> str:
     return ""
 
 
-def secret_key() -> str:
-    """This home's secret key, made at the first call."""
-    key_file = home() / "secret-key"
-    if not key_file.exists():
-        write_private(key_file, secrets.token_urlsafe(48))
-    return key_file.read_text().strip()
+def keep_secret_key(environ: MutableMapping[str, str]) -> None:
+    """Make the key that `load_into` has set the home's own, unless that has one, which is then set.
+
+    What is started in this environment, and commands beside it, have the same. A key that the
+    caller gave is not written down.
+    """
+    if "SECRET_KEY" in _found or "SECRET_KEY_FILE" in _found:
+        return
+    if not _key_file().exists():
+        write_private(_key_file(), environ["SECRET_KEY"])
+    environ["SECRET_KEY"] = _key_file().read_text().strip()
+
+
+def _key_file() -> Path:
+    return home() / "secret-key"
 
 
 @contextmanager

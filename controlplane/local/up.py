@@ -28,6 +28,16 @@ MIN_FREE_BYTES = 1_000_000_000
 STARTED = "DRYDOCK_UP_STARTED"
 #: In a home while the first user's password is another than the one in `admin-password`.
 CHANGED = "admin-password-changed"
+#: Held by whoever starts or stops a home; in a folder that was refused as one it may lie too.
+LOCK = "up.lock"
+#: Lies in every home, and says that a folder is one.
+MARKER = ".drydock-home"
+#: All else that is made in a home, as patterns, the database first. `reset` deletes nothing else.
+MADE = (
+    *("postgres", "postgres.new", "postgres.half", "nodes", "shared"),
+    *("redis", "sockets", "logs", "pids", "run.json", ".run.json.*"),
+    *("admin-password", ".admin-password.*", CHANGED, "secret-key", ".secret-key.*"),
+)
 
 
 class UpError(Exception):
@@ -58,10 +68,12 @@ def up(options: Options) -> int:
     os.environ[STARTED] = str(time.time())
     try:
         nodes = fleet.plan(options.home, options.nodes) if options.with_fleet else []
+        _check_home(options.home)
         with _only_one(options):
             _check_machine(options)
             _sweep(options.home)
             with _ports(options):
+                _settle(options.home)
                 return _run(options, nodes)
     except (UpError, fleet.FleetError, services.ServiceError) as error:
         sys.stderr.write(f"{error}\n")
@@ -74,16 +86,31 @@ def say(line: str) -> None:
     _print(f"{elapsed:5.0f} s  {line}")
 
 
+def is_home(home: Path) -> bool:
+    """Whether `up` has run here: else nothing in this folder is ours to delete."""
+    with runfile.ours(home):
+        if (home / MARKER).exists():
+            return True
+        # Earlier versions made no marker, and the lock in any folder that `down` was told of.
+        begun = (home / "pids").exists() and (home / LOCK).exists()
+        return begun or (home / "admin-password").exists()
+
+
+def made(home: Path) -> list[Path]:
+    """What in this folder has a name that we give, the database first. In a home that is ours."""
+    return [path for pattern in MADE for path in home.glob(pattern)]
+
+
 def holder(home: Path) -> dict[str, str | int] | None:
     """The `up` that runs for this home: its `pid` and `url`, or neither while it begins or the home
     is cleared; None if none does."""
     try:
-        with runfile.ours(home), (home / "up.lock").open() as stream:
+        with runfile.ours(home), (home / LOCK).open() as stream:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return None
     except BlockingIOError:
-        content: dict[str, str | int] = json.loads((home / "up.lock").read_text() or "{}")
+        content: dict[str, str | int] = json.loads((home / LOCK).read_text() or "{}")
         return content
     return None
 
@@ -95,7 +122,7 @@ def locked(home: Path) -> Iterator[TextIO]:
     with ExitStack() as held:
         with runfile.ours(home):
             home.mkdir(mode=0o711, parents=True, exist_ok=True)
-            stream = held.enter_context((home / "up.lock").open("a+"))
+            stream = held.enter_context((home / LOCK).open("a+"))
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -266,6 +293,21 @@ def _print(text: str) -> None:
 # --- checks ---------------------------------------------------------------------------------------
 
 
+def _check_home(home: Path) -> None:
+    """Raises UpError for a folder that is no home yet and has what we would take for our own."""
+    if is_home(home):
+        return
+    if {path.name for path in home.glob("*")} <= {"secret-key", LOCK}:
+        return  # any command of an earlier version made these
+    theirs = [path.name for path in made(home)]
+    if theirs:
+        raise UpError(
+            f"{home} holds {', '.join(theirs)}, which Drydock has not made but would use. Choose "
+            "another place with DRYDOCK_HOME=/path; or, if all of that is Drydock's, say so: "
+            f"touch {home / MARKER}"
+        )
+
+
 @contextmanager
 def _only_one(options: Options) -> Iterator[None]:
     """Hold the home's lock. Raises UpError, naming its address, when another `up` has it."""
@@ -325,6 +367,13 @@ def _claimed(port: int) -> socket.socket:
         claim.close()
         raise
     return claim
+
+
+def _settle(home: Path) -> None:
+    """Make the folder a home, now that nothing speaks against it."""
+    with runfile.ours(home):
+        (home / MARKER).touch()
+        runfile.keep_secret_key(os.environ)
 
 
 def _sweep(home: Path) -> None:

@@ -178,6 +178,53 @@ def test_a_page_of_several_lists_must_be_told_which(root: Client) -> None:
     assert response.content.startswith(b"list: there is no 'everything'. Use one of: nodes, cases")
 
 
+@pytest.mark.parametrize(
+    ("page", "field", "words"),
+    [
+        ("failures", "window", "1h, 1d, 7d, 30d"),
+        ("failures", "fault_class", "hardware"),
+        ("failures", "sort", "-code, -count, -seen, code, count, seen"),
+        ("incidents", "state", "unresolved, resolved"),
+        ("incidents", "severity", "critical"),
+        ("incidents", "window", "1h, 1d, 7d, 30d"),
+        ("incidents", "sort", "-began, -opened, began, opened"),
+        ("jobs", "state", "active, ended"),
+        ("jobs", "sort", "-name"),
+        ("repairs", "cases", "open"),
+        ("cluster", "state", "available"),
+        ("cluster", "spare", "yes, no, ready"),
+        ("cluster", "sort", "-name"),
+        ("audit", "sort", "-id, id"),
+        ("audit", "since", "a time such as 2026-11-21 03:00"),
+        ("tokens", "of", "all"),
+        ("automation-page", "sort", "-began, began"),
+        ("users", "sort", "-name, name"),
+    ],
+)
+def test_a_word_that_is_not_known_is_refused_by_name(
+    root: Client, fleet: Fleet, page: str, field: str, words: str
+) -> None:
+    response = root.get(_address(fleet, page, f"list=cases&{field}=90d", "csv"))
+    assert response.status_code == 400
+    said = response.content.decode()
+    assert said.startswith(f"{field}: there is no '90d'. Use one of: ")
+    assert words in said
+
+
+@pytest.mark.parametrize(("page", "word"), [("automation-page", "began"), ("users", "-name")])
+def test_a_file_is_sorted_as_its_page_is(root: Client, fleet: Fleet, page: str, word: str) -> None:
+    _fill(fleet.cluster)
+    usual = _objects(root.get(_address(fleet, page, "", "json")))
+    turned = _objects(root.get(_address(fleet, page, f"sort={word}", "json")))
+    assert len(usual) > 1
+    assert turned == usual[::-1]
+
+
+def test_a_field_that_is_left_empty_narrows_nothing(root: Client) -> None:
+    asked = root.get("/incidents/?state=&severity=&window=&sort=&export=json")
+    assert _objects(asked) == _objects(root.get("/incidents/?export=json"))
+
+
 def test_whoever_is_not_signed_in_gets_no_file(fleet: Fleet) -> None:
     assert Client().get("/failures?export=csv").status_code == 302
 

@@ -276,7 +276,7 @@ def test_what_there_is_no_room_for_is_counted(viewer: Client, cluster: Cluster) 
 
     assert 'data-waiting="105"' in page
     assert "Shown are 50 of 53 open incidents" in page
-    assert "Shown are 50 of 52 stopped playbooks" in page
+    assert "Shown are 50 of 52 stopped playbooks.</p>" in page  # nowhere all of them are listed
     assert page.count('data-testid="needs-incident"') == 50
 
 
@@ -388,6 +388,28 @@ def test_later_curves_bring_only_what_is_new(viewer: Client, job: Job) -> None:
     assert curves["step"] == [29]
 
 
+def test_a_chart_that_was_hidden_for_long_is_brought_all_that_it_missed(
+    viewer: Client, job: Job
+) -> None:
+    now = timezone.now()
+    ProgressSampleFactory(job=job, step=9, at=now - timedelta(hours=1))
+    ProgressSampleFactory(job=job, step=999, at=now)
+    for number in range(30):
+        at = now - timedelta(minutes=number)
+        InterruptionFactory(job=job, epoch=100 - number, started_at=at, committed_at=at)
+        CheckpointFactory(job=job, step=900 - number, at=at)
+    long_ago = now - timedelta(hours=2)
+    InterruptionFactory(job=job, epoch=2, started_at=long_ago, committed_at=long_ago)
+    CheckpointFactory(job=job, step=8, at=long_ago)
+    address = reverse("job-series", args=[job.id])
+
+    hidden_at = (now - timedelta(hours=1)).timestamp()
+    curves = viewer.get(address, {"after": str(hidden_at)}).json()
+
+    assert [mark["epoch"] for mark in curves["marks"]] == [*range(71, 101)]
+    assert [one["step"] for one in curves["checkpoints"]] == [*range(871, 901)]
+
+
 def test_curves_without_anything_new_are_204(viewer: Client, job: Job) -> None:
     ProgressSampleFactory(job=job, step=9)
 
@@ -464,6 +486,25 @@ def test_of_each_failure_the_first_five_signals_are_shown(
     shown = re.findall(r'data-testid="failure-raw"[^>]*>([^<]+)<', page)
     assert shown == [f"{name}, {age} s ago" for name in ("a", "b") for age in (7, 6, 5, 4, 3)]
     assert "2 failures" in page
+
+
+def test_what_an_incident_has_no_room_for_is_said(
+    viewer: Client, incident: Incident, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.incidents.selectors.FAILURES_SHOWN", 2)
+    monkeypatch.setattr("controlplane.incidents.selectors.LINES_SHOWN", 3)
+    TimelineEntryFactory.create_batch(3, incident=incident)
+    incident.failures.set(FailureFactory.create_batch(2))
+    whole = viewer.get(reverse("incident", args=[incident.id])).content.decode()
+    TimelineEntryFactory(incident=incident)
+    incident.failures.add(FailureFactory())
+
+    cut = viewer.get(reverse("incident", args=[incident.id])).content.decode()
+
+    assert '<p class="panel-note">2 failures</p>' in whole
+    assert '<p class="panel-note">since the fault' in whole
+    assert '<p class="panel-note">the first 2 of 3 failures</p>' in cut
+    assert '<p class="panel-note">the newest 3 of 4 lines · since the fault' in cut
 
 
 def test_prose_and_evidence_are_never_markup(viewer: Client, incident: Incident) -> None:

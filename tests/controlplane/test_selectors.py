@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 from django.utils import timezone
@@ -20,7 +21,8 @@ from controlplane.dashboard.templatetags.drydock import (
 from controlplane.fleet.selectors import fleet_of
 from controlplane.incidents.selectors import Ask, ask_of, deeds_of, failures_of, runs_of
 from controlplane.jobs.durability import last_checkpoints, tiers_of
-from controlplane.jobs.selectors import marks, sample_ledger
+from controlplane.jobs.models import Placement
+from controlplane.jobs.selectors import marks, sample_ledger, seats
 from tests.factories import (
     CheckpointFactory,
     FailureFactory,
@@ -29,8 +31,10 @@ from tests.factories import (
     JobFactory,
     LedgerRangeFactory,
     NodeFactory,
+    PlacementFactory,
     PlaybookRunFactory,
     PlaybookStepFactory,
+    ReplicaFactory,
     SignalFactory,
 )
 
@@ -104,10 +108,35 @@ def test_of_the_signals_of_a_failure_only_the_first_are_read() -> None:
         seen = now - timedelta(seconds=age)
         failure.signals.add(SignalFactory(node=failure.node, raw=str(age), observed_at=seen))
 
-    (found,) = failures_of(incident)
+    (found,) = failures_of(incident).rows
 
     read = found.first_signals  # type: ignore[attr-defined]
     assert [signal.raw for signal in read] == ["7", "6", "5", "4", "3"]
+
+
+@pytest.mark.django_db
+def test_of_a_seats_history_only_what_is_shown_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, replica = NodeFactory(), ReplicaFactory()
+    for age in range(30):
+        stay = PlacementFactory(replica=replica, node=node, state="ended", pid=age)
+        before = timezone.now() - timedelta(hours=1, minutes=age)
+        Placement.objects.filter(pk=stay.pk).update(created_at=before)
+    living = PlacementFactory(replica=replica, node=node)
+    read: list[object] = []
+    from_db = Placement.from_db
+
+    def counted(*row: Any) -> Placement:
+        read.append(row)
+        return from_db(*row)
+
+    monkeypatch.setattr(Placement, "from_db", counted)
+
+    (seat,) = seats(replica.job)
+
+    assert seat.now == living
+    assert [stay.pid for stay in seat.before] == [*range(20)]
+    assert len(read) == 21
+    assert seat.now.node.get_deferred_fields() == {"report"}
 
 
 @pytest.mark.django_db

@@ -160,6 +160,15 @@ class NodeFilter:
         return nodes.filter(ready_spare()) if self.spare == "ready" else nodes
 
 
+#: The words of a `NodeFilter`, where only some have a meaning.
+WORDS = {
+    "state": NodeState.values,
+    "reachable": ("yes", "no"),
+    "spare": ("yes", "no", "ready"),
+    "held": ("yes", "no"),
+}
+
+
 @dataclass(frozen=True)
 class Choices:
     """What the filters of a cluster offer."""

@@ -88,8 +88,10 @@ def histories(clusters: Iterable[Cluster]) -> dict[str, dict[str, History]]:
     multi = _by_node(lost.exclude(job__in=on_one), "failures__node")
     single = _by_node(lost.filter(job__in=on_one), "failures__node")
     outs = _audited(ids, since, ["node.transition"], after__state=NodeState.QUARANTINED)
-    held = _audited(ids, since, ["node.hold", "node.drain"], actor_kind=ActorKind.USER)
-    shunned = _by_node(excluded) + held
+    drained = _audited(ids, since, ["node.drain"], actor_kind=ActorKind.USER)
+    # A hold that is lifted, or is given another reason, is told by the same verb.
+    held = _audited(ids, since, ["node.hold"], actor_kind=ActorKind.USER, before__hold_reason="")
+    shunned = _by_node(excluded) + drained + held
     found: dict[str, dict[str, History]] = {}
     for node, cluster in nodes.values_list("pk", "cluster"):
         found.setdefault(cluster, {})[node] = History(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import redis
 import structlog
 from django.conf import settings
 from django.contrib.auth.models import AnonymousUser
-from django.db.models import Model, QuerySet
 from django.utils import timezone
 
 from controlplane.accounts.choices import Role
@@ -24,6 +23,7 @@ from controlplane.incidents.choices import ApprovalState, CaseState
 from controlplane.incidents.models import Approval, Breaker, Incident, RmaCase
 from controlplane.jobs.models import Job
 from controlplane.jobs.selectors import unfinished_jobs_for
+from controlplane.paging import Top
 
 #: The keeper writes the time of its last round here, in ISO 8601; it expires when it falls silent.
 KEEPER_ALIVE_KEY = "drydock:keeper:alive"
@@ -36,7 +36,6 @@ SHOWN = 50
 #: What interruptions cost is told over this time.
 COST_OVER = timedelta(days=30)
 
-Row = TypeVar("Row", bound=Model)
 log = structlog.get_logger(__name__)
 _redis = redis.Redis.from_url(
     settings.REDIS_URL, socket_timeout=1, socket_connect_timeout=1, decode_responses=True
@@ -126,12 +125,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A kind of which there is more than is shown, and the page that shows all of it."""
+    """A kind of which there is more than is shown, and the page that shows all of it, if any."""
 
     label: str
     shown: int
     total: int
-    page: str
+    page: str = ""
     query: str = ""
 
 
@@ -156,20 +155,20 @@ def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
     to_send = RmaCase.objects.filter(cluster__in=clusters, state=CaseState.OPEN)
     # A plan to sign stands among the approvals already, with its incident.
     unresolved = incidents.unresolved_for(user).exclude(signs=True, waits=False)  # type: ignore[misc]
-    approvals = Top.of(waiting.select_related("cluster", "run__incident", "run__node"))
-    breakers = Top.of(limits.open_breakers(c.id for c in clusters).select_related("cluster"))
-    cases = Top.of(to_send.select_related("cluster", "gpu", "node"))
-    runs = Top.of(incidents.runs_needing_operator_for(user))
-    found = Top.of(unresolved)
+    approvals = Top.of(waiting.select_related("cluster", "run__incident", "run__node"), SHOWN)
+    breakers = Top.of(limits.open_breakers(c.id for c in clusters).select_related("cluster"), SHOWN)
+    cases = Top.of(to_send.select_related("cluster", "gpu", "node"), SHOWN)
+    runs = Top.of(incidents.runs_needing_operator_for(user), SHOWN)
+    found = Top.of(unresolved, SHOWN)
     asking = sum(one.waits for one in found.rows)  # type: ignore[attr-defined]
     if asking == len(found.rows) < found.total:
         asking = unresolved.filter(waits=True).count()  # type: ignore[misc]
     everywhere = (
-        approvals.left_out("plans to sign", "incidents", "?state=unresolved"),
-        breakers.left_out("open breakers", "automation-page"),
-        runs.left_out("stopped playbooks", "automation-page"),
-        found.left_out("open incidents", "incidents", "?state=unresolved"),
-        cases.left_out("cards to send", "repairs"),
+        _left_out(approvals, "plans to sign", "incidents", "?state=unresolved"),
+        _left_out(breakers, "open breakers", "automation-page"),
+        _left_out(runs, "stopped playbooks"),
+        _left_out(found, "open incidents", "incidents", "?state=unresolved"),
+        _left_out(cases, "cards to send", "repairs"),
     )
     return Needs(
         approvals.rows,
@@ -187,18 +186,5 @@ def _ask_beside_approvals(incident: Incident) -> incidents.Ask:
     return incidents.ask_of(incident, runs)
 
 
-@dataclass(frozen=True)
-class Top(Generic[Row]):
-    """The first rows of a list, and how many there are in all."""
-
-    rows: list[Row]
-    total: int
-
-    @classmethod
-    def of(cls, found: QuerySet[Row]) -> Top[Row]:
-        rows = list(found[: SHOWN + 1])
-        # Counted only where it is not known by then.
-        return cls(rows[:SHOWN], len(rows) if len(rows) <= SHOWN else found.count())
-
-    def left_out(self, label: str, page: str, query: str = "") -> LeftOut:
-        return LeftOut(label, len(self.rows), self.total, page, query)
+def _left_out(top: Top[Any], label: str, page: str = "", query: str = "") -> LeftOut:
+    return LeftOut(label, len(top.rows), top.total, page, query)

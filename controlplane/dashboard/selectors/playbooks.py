@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from django.contrib.auth.models import AnonymousUser
 from django.http import Http404
@@ -10,15 +12,18 @@ from django.utils import timezone
 
 from controlplane.accounts.models import User
 from controlplane.accounts.selectors import usernames
-from controlplane.fleet.models import Cluster, MaintenanceWindow
+from controlplane.fleet.models import Cluster, MaintenanceWindow, Node
 from controlplane.fleet.selectors import clusters_for
 from controlplane.incidents import limits
 from controlplane.incidents.choices import Mode
-from controlplane.incidents.limits import BudgetUse
-from controlplane.incidents.models import Breaker, Playbook, PlaybookMode, Reservation
+from controlplane.incidents.limits import BudgetUse, Out
+from controlplane.incidents.models import Breaker, Playbook, PlaybookMode, PlaybookRun, Reservation
 from controlplane.incidents.modes import Modes, modes_of
+from controlplane.paging import Top
 
 RECENTLY = 8
+#: So many nodes that are out, and maintenance windows, are listed.
+SHOWN = 100
 #: Colour is kept for what a person should know of: here, that automation does not act by itself.
 MODE_COLOURS: dict[Mode, str] = {
     Mode.AUTOMATIC: "good",
@@ -66,14 +71,34 @@ class Budget:
         return min(100.0, 100 * self.use.used / self.use.limit) if self.use.limit else 100.0
 
 
-def budgets_in(cluster: Cluster) -> list[Budget]:
-    return [Budget(use) for use in limits.budgets_of(cluster)]
+def budgets_in(cluster: Cluster, out: Sequence[Out]) -> list[Budget]:
+    """The limits of a cluster whose `out_nodes` are `out`."""
+    return [Budget(use) for use in limits.budgets_of(cluster, out)]
 
 
-def reservations_in(cluster: Cluster) -> list[Reservation]:
-    """The shares of the budgets that runs hold now, oldest first."""
-    held = Reservation.objects.filter(cluster=cluster, released_at=None)
-    return list(held.select_related("run", "node", "rack", "job").order_by("reserved_at")[:100])
+@dataclass(frozen=True)
+class OutNode:
+    """A node that counts against the budgets, and for what; `run` has it in hand, if any has."""
+
+    node: Node
+    code: str
+    run: PlaybookRun | None
+    since: datetime
+
+
+def with_runs(out: Sequence[Out]) -> list[OutNode]:
+    """The first SHOWN of the nodes that use up the budgets, by name."""
+    codes = {one.node_id: one.code for one in out}
+    nodes = Node.objects.filter(pk__in=codes).defer("report").order_by("name")[:SHOWN]
+    held = Reservation.objects.filter(node__in=codes, released_at=None).select_related("run")
+    in_hand = {one.node_id: one for one in held}
+    return [_out(node, codes[node.pk], in_hand.get(node.pk)) for node in nodes]
+
+
+def _out(node: Node, code: str, held: Reservation | None) -> OutNode:
+    if held is None:
+        return OutNode(node, code, None, node.state_since)
+    return OutNode(node, code, held.run, held.reserved_at)
 
 
 @dataclass(frozen=True)
@@ -100,16 +125,13 @@ class Window:
     now: bool
 
 
-def windows_in(cluster: Cluster) -> list[Window]:
-    """Windows that hold now or are to come, the next to end first."""
+def windows_in(cluster: Cluster) -> tuple[list[Window], int]:
+    """Windows that hold now or are to come, the first SHOWN to end; and how many there are."""
     now = timezone.now()
-    found = list(
-        cluster.maintenance.filter(ends_at__gt=now, closed_at=None)
-        .select_related("rack", "node")
-        .order_by("ends_at")[:100]
-    )
-    names = usernames(one.owner for one in found)
-    return [Window(one, names[one.owner], one.starts_at <= now) for one in found]
+    open_yet = cluster.maintenance.filter(ends_at__gt=now, closed_at=None)
+    top = Top.of(open_yet.select_related("rack", "node").order_by("ends_at"), SHOWN)
+    names = usernames(one.owner for one in top.rows)
+    return [Window(one, names[one.owner], one.starts_at <= now) for one in top.rows], top.total
 
 
 def window_for(user: User | AnonymousUser, window_id: str) -> MaintenanceWindow:

@@ -44,9 +44,10 @@ class Asked:
         return self != Asked()
 
     @property
-    def unreadable(self) -> list[str]:
-        """The moments that could not be understood, and so were left out."""
-        return [text for text in (self.since, self.until) if text and _moment(text) is None]
+    def unreadable(self) -> dict[str, str]:
+        """The moments that could not be understood, by their field; the page leaves them out."""
+        moments = {"since": self.since, "until": self.until}
+        return {field: text for field, text in moments.items() if text and _moment(text) is None}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from controlplane.incidents import actions, selectors
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, Severity
 from controlplane.incidents.models import Incident
 from controlplane.live import live_page
-from controlplane.paging import page_of, pages_of
+from controlplane.paging import page_of, pages_of, sort_words
 
 #: Ids sort by the time of their making.
 SORTS = {"-opened": "pk", "-began": "occurred_at"}
@@ -51,6 +51,13 @@ COLUMNS: tuple[Column[Incident], ...] = (
     Column("lasted_s", lambda incident: _lasted_s(incident)),
     Column("gpu_seconds_lost", lambda incident: incident.gpu_seconds_lost),
 )
+#: What a file may be asked for, where only some words have a meaning.
+WORDS = {
+    "state": ("unresolved", "resolved"),
+    "severity": Severity.values,
+    "window": selectors.WINDOWS,
+    "sort": sort_words(SORTS),
+}
 #: What is bulky, and in no column.
 _BULK = ("postmortem", "impact", "node__report", "job__options")
 
@@ -63,7 +70,7 @@ def incidents(request: HttpRequest) -> HttpResponseBase:
     found = _found(request)
     if is_wanted(request):
         whole = pages_of(found.defer(*_BULK), request.GET, sorts=SORTS)
-        return as_file(request, "incidents", COLUMNS, whole)
+        return as_file(request, "incidents", COLUMNS, whole, WORDS)
 
     def context() -> dict[str, Any]:
         return {
@@ -169,6 +176,7 @@ def incident_page(
 
     def context() -> dict[str, Any]:
         runs = selectors.runs_of(found)
+        timeline, timeline_total = selectors.timeline_of(found)
         return {
             "live_path": reverse("incident", args=[found.id]),
             "incident": found,
@@ -180,7 +188,8 @@ def incident_page(
             "moments": selectors.moments_of(found),
             "impact": selectors.impact_of(found),
             "failures": selectors.failures_of(found),
-            "timeline": selectors.timeline_of(found),
+            "timeline": timeline,
+            "timeline_total": timeline_total,
             "may_act": may(request.user, Role.OPERATOR, found.cluster_id),
         }
 

@@ -12,8 +12,10 @@ from django.urls import reverse
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
-from controlplane.accounts.models import SYSTEM, User
+from controlplane.accounts.choices import ActorKind
+from controlplane.accounts.models import SYSTEM, Actor, User
 from controlplane.dashboard.selectors import lemons
+from controlplane.fleet.actions import set_hold
 from controlplane.fleet.models import Cluster, Gpu, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure
@@ -316,6 +318,16 @@ def test_the_record_of_a_node_is_counted_from_the_rows(fleet: Fleet, wide: dict[
         "exclusions": 1, "xids": 2, "tickets": 1, "outs": 1,
         "multi_node_failures": 1, "single_node_failures": 1, "single_node_failure_rate": 0.5,
     }  # fmt: skip
+
+
+def test_a_hold_counts_once_however_it_is_reworded_and_lifted(fleet: Fleet) -> None:
+    person = Actor(kind=ActorKind.USER, id="7")
+    for reason in ("fan rattles", "fan rattles, part ordered", "", "again", ""):
+        set_hold(person, fleet.other.pk, reason)
+
+    now = lemons.histories([fleet.cluster])[fleet.cluster.pk][fleet.other.pk]
+
+    assert now.exclusions == 2
 
 
 def test_a_node_that_fails_far_more_than_others_is_shown_with_why(

@@ -8,7 +8,9 @@ from html import unescape
 from typing import Any
 
 import pytest
+from django.db import connection
 from django.test import Client
+from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 from django.utils import timezone
 
@@ -24,6 +26,7 @@ from tests.factories import (
     ClusterFactory,
     GrantFactory,
     MaintenanceWindowFactory,
+    NodeFactory,
     PlaybookFactory,
     ReservationFactory,
 )
@@ -113,7 +116,45 @@ def test_budgets_are_shown_with_what_holds_them(viewer: Client, fleet: Fleet) ->
 
     budget = page[page.index('data-scope="cluster"') :].split("</li>")[0]
     assert "<strong>1</strong></a> of 2" in budget
-    assert f'href="/runs/{fleet.run.id}"' in page[page.index("Held now") :]
+    assert f'href="/runs/{fleet.run.id}"' in page[page.index("Out now") :]
+
+
+def test_a_node_that_uses_up_a_budget_without_a_run_is_named_with_its_state(
+    viewer: Client, fleet: Fleet
+) -> None:
+    failed = NodeFactory(cluster=fleet.cluster, name="alpha-03", state="repair_failed")
+    ReservationFactory(run=fleet.run, node=failed, code="xid-48", released_at=timezone.now())
+
+    page = _page(viewer)
+
+    budget = page[page.index('data-scope="cluster"') :].split("</li>")[0]
+    assert '<a class="plain" href="#out-h"><strong>1</strong></a> of 2' in budget
+    (row,) = re.findall(r'<li data-testid="out">.*?</li>', page, re.DOTALL)
+    assert f'href="/nodes/{failed.pk}">alpha-03</a>' in row
+    assert "Repair failed" in row
+    assert "no run has it in hand" in row
+    assert "xid-48" in row
+
+
+def test_what_uses_up_the_budgets_is_asked_for_once(viewer: Client, fleet: Fleet) -> None:
+    with CaptureQueriesContext(connection) as queries:
+        _page(viewer)
+    asked = [q for q in queries.captured_queries if "DISTINCT ON" in q["sql"]]
+    assert len(asked) == 1
+
+
+def test_what_a_list_has_no_room_for_is_said(
+    viewer: Client, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controlplane.dashboard.selectors.playbooks.SHOWN", 2)
+    NodeFactory.create_batch(3, cluster=fleet.cluster, state="quarantined")
+    MaintenanceWindowFactory.create_batch(4, cluster=fleet.cluster)
+
+    page = _page(viewer)
+
+    assert "Shown are 2 of 3, by name." in page
+    assert "Shown are 2 of 4, the next to end." in page
+    assert (page.count('data-testid="out"'), page.count('data-testid="window"')) == (2, 2)
 
 
 def test_an_admin_sets_a_limit(admin: Client, fleet: Fleet) -> None:

@@ -11,10 +11,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from django.core.management import call_command
 
-from controlplane.local import down, processes, services
+from controlplane.local import down, processes, runfile, services
 from controlplane.local.processes import Child, Program
-from controlplane.local.up import holder
+from controlplane.local.up import (
+    MARKER,
+    Options,
+    UpError,
+    _check_home,
+    _only_one,
+    _settle,
+    holder,
+    is_home,
+    made,
+)
 
 Eventually = Callable[..., object]
 #: Holds the home's lock, and ends by force when it is asked to.
@@ -41,6 +52,7 @@ def used(home: Path) -> Path:
     (used / "postgres" / "base").mkdir(parents=True)
     (used / "postgres" / "PG_VERSION").write_text("18\n")
     (used / "secret-key").write_text("secret")
+    (used / MARKER).touch()
     return used
 
 
@@ -94,8 +106,8 @@ def test_nothing_starts_in_a_home_while_it_is_cleared(
 ) -> None:
     seen: list[object] = []
 
-    def clear(folder: Path) -> int:
-        seen.append(holder(folder))
+    def clear(_folder: Path) -> int:
+        seen.append(holder(used))
         return 0
 
     with monkeypatch.context() as watched:
@@ -107,41 +119,47 @@ def test_nothing_starts_in_a_home_while_it_is_cleared(
     assert holder(used) is None
 
 
-def test_a_reset_that_is_cut_short_leaves_no_home(
+def test_a_reset_that_is_cut_short_leaves_nothing_to_go_on_from(
     used: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as early:
         early.setattr("shutil.rmtree", cut)
         with pytest.raises(Cut):
             down.forget(used)
-    assert not used.exists()
+    assert made(used) == []
+    assert is_home(used)
 
     down.forget(used)
     assert [*used.parent.iterdir()] == []
 
 
 def test_a_reset_after_one_that_was_cut_short_forgets_both(used: Path) -> None:
-    shutil.copytree(used, used.with_name("used.forgotten"))
+    (used / down.FORGOTTEN / "postgres" / "base").mkdir(parents=True)
     down.forget(used)
     assert [*used.parent.iterdir()] == []
 
 
-def test_where_a_home_cannot_be_moved_the_database_goes_first(
+@pytest.mark.parametrize("sign", ["secret-key", "up.lock", MARKER])
+@pytest.mark.parametrize("name", ["used", "never-used"])
+def test_what_an_earlier_version_was_cut_short_over_is_deleted(
+    used: Path, monkeypatch: pytest.MonkeyPatch, sign: str, name: str
+) -> None:
+    monkeypatch.setenv("DRYDOCK_HOME", str(used.with_name(name)))
+    moved = used.with_name(f"{name}.forgotten")
+    (moved / "postgres").mkdir(parents=True)
+    (moved / sign).touch()
+    call_command("reset", yes=True)
+    assert not moved.exists()
+
+
+def test_a_folder_that_is_only_named_like_one_moved_away_stays(
     used: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "rename", refuse)
-    with monkeypatch.context() as early:
-        early.setattr("shutil.rmtree", cut)
-        with pytest.raises(Cut):
-            down.forget(used)
-    assert not (used / "postgres" / "PG_VERSION").exists()
-    assert (used / "secret-key").exists()
-
-    down.forget(used)
-    assert [*used.parent.iterdir()] == []
+    monkeypatch.setenv("DRYDOCK_HOME", str(used))
+    theirs = used.with_name("used.forgotten") / "postgres"
+    theirs.mkdir(parents=True)
+    call_command("reset", yes=True)
+    assert [*used.parent.rglob("*")] == [theirs.parent, theirs]
 
 
 def test_half_a_database_does_not_keep_a_new_one_from_being_made(home: Path) -> None:
@@ -152,3 +170,92 @@ def test_half_a_database_does_not_keep_a_new_one_from_being_made(home: Path) -> 
     assert (home / "postgres" / "PG_VERSION").exists()
     assert (home / "postgres.half" / "base" / "1").read_text() == "half"
     assert f"{home / 'postgres.half'}" in told[-1]
+
+
+def test_the_database_goes_first(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    monkeypatch.setattr(Path, "rename", lambda path, _target: moved.append(path.name))
+    down.forget(used)
+    assert moved == ["postgres", "secret-key"]
+
+
+def test_a_reset_leaves_what_is_not_drydocks(used: Path) -> None:
+    (used / "notes").mkdir()
+    (used / "notes" / "mine").touch()
+    assert down.forget(used) == ["notes"]
+    assert [*used.rglob("*")] == [used / "notes", used / "notes" / "mine"]
+
+
+def test_a_folder_in_which_drydock_never_ran_is_no_home(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRYDOCK_HOME", str(home))
+    (home / "logs").mkdir()
+    (home / "pids").mkdir()
+    assert down.down(home, said)
+    call_command("reset", yes=True)
+    assert sorted(home.iterdir()) == [home / "logs", home / "pids"]
+
+
+def test_a_folder_is_no_home_for_the_lock_of_an_up_that_was_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRYDOCK_HOME", str(home))
+    theirs = [home / "logs", home / "postgres", home / "shared"]
+    with _only_one(Options(home)):
+        pass
+    for folder in theirs:
+        folder.mkdir()
+    call_command("reset", yes=True)
+    assert sorted(home.iterdir()) == [*theirs, home / "up.lock"]
+
+
+@pytest.mark.parametrize("stop", [down.down, lambda *_: call_command("reset", yes=True)])
+def test_what_runs_for_a_home_that_somebody_deleted_is_stopped(
+    home: Path, monkeypatch: pytest.MonkeyPatch, stop: Callable[..., object]
+) -> None:
+    deleted = home / "deleted"
+    monkeypatch.setenv("DRYDOCK_HOME", str(deleted))
+    child = Child(deleted, Program("sleeper", ("sleep", "600"), home))
+    child.start()
+    shutil.rmtree(deleted)
+    stop(deleted, said)
+    assert processes.marked(deleted) == []
+    assert not deleted.exists()
+    child.stop()
+
+
+def test_a_home_stays_one_without_its_lock(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runfile, "_found", {"SECRET_KEY": "theirs"})
+    with _only_one(Options(home)):
+        _settle(home)
+    (home / "up.lock").unlink()
+    (home / "postgres").mkdir()
+    assert is_home(home)
+    _check_home(home)
+
+
+@pytest.mark.parametrize("names", [("admin-password",), ("pids", "up.lock")])
+def test_a_home_of_an_earlier_version_is_one(home: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        (home / name).touch()
+    assert is_home(home)
+
+
+def test_up_takes_no_folder_that_holds_others_under_its_own_names(home: Path) -> None:
+    (home / "notes").mkdir()
+    (home / "secret-key").touch()
+    with pytest.raises(UpError, match="holds secret-key, which Drydock has not made") as refused:
+        _check_home(home)
+    assert f"touch {home / MARKER}" in str(refused.value)
+
+
+def test_up_takes_a_folder_with_other_things_and_goes_on_in_a_home(used: Path, home: Path) -> None:
+    _check_home(home)
+    _check_home(used)
+
+
+def test_up_takes_a_folder_in_which_a_command_of_an_earlier_version_ran(home: Path) -> None:
+    (home / "secret-key").touch()
+    (home / "up.lock").touch()
+    _check_home(home)

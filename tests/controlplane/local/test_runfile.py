@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.local import runfile
+from controlplane.local.up import locked
 from tests.controlplane.local.conftest import as_nobody, by_root
 
 
@@ -63,18 +64,16 @@ def test_whose_the_home_is_is_said_to_another_user() -> None:
 
 @by_root
 def test_whose_the_secret_key_is_is_said_to_another_user() -> None:
-    runfile.secret_key()
+    runfile.write_private(runfile.home() / "secret-key", "secret")
     with as_nobody(), pytest.raises(SystemExit, match="belongs to root: run this as that user"):
         runfile.load_into({})
 
 
 @by_root
-def test_whose_the_folder_is_is_said_to_one_who_may_not_make_a_home_there(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DRYDOCK_HOME", str(home / "new"))
-    with as_nobody(), pytest.raises(SystemExit, match="new belongs to root: run this"):
-        runfile.load_into({})
+def test_whose_the_folder_is_is_said_to_one_who_may_not_make_a_home_there(home: Path) -> None:
+    refused = pytest.raises(SystemExit, match="new belongs to root: run this")
+    with as_nobody(), refused, locked(home / "new"):
+        pass
 
 
 def test_it_is_readable_by_its_owner_only() -> None:
@@ -111,9 +110,47 @@ def test_a_write_that_fails_leaves_nothing(home: Path, monkeypatch: pytest.Monke
     assert list((home / "pids").iterdir()) == []
 
 
-def test_the_secret_key_stays_the_same() -> None:
-    assert runfile.secret_key() == runfile.secret_key()
-    assert len(runfile.secret_key()) > 40
+@pytest.fixture
+def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key from whoever started us."""
+    monkeypatch.setattr(runfile, "_found", {})
+
+
+@pytest.mark.usefixtures("nothing_given")
+def test_the_secret_key_that_up_keeps_is_everyones() -> None:
+    starting: dict[str, str] = {}
+    runfile.load_into(starting)
+    made = starting["SECRET_KEY"]
+    runfile.keep_secret_key(starting)
+    beside: dict[str, str] = {}
+    runfile.load_into(beside)
+    assert len(made) > 40
+    assert starting == beside == {"SECRET_KEY": made}
+
+
+@pytest.mark.usefixtures("nothing_given")
+def test_a_key_that_the_home_got_meanwhile_is_taken() -> None:
+    slow: dict[str, str] = {}
+    runfile.load_into(slow)
+    runfile.write_private(runfile.home() / "secret-key", "first")
+    runfile.keep_secret_key(slow)
+    assert slow == {"SECRET_KEY": "first"}
+
+
+@pytest.mark.usefixtures("nothing_given")
+@pytest.mark.parametrize("given", ["SECRET_KEY", "SECRET_KEY_FILE"])
+def test_a_key_that_the_caller_gave_is_not_written_down(home: Path, given: str) -> None:
+    environment = {given: "theirs"}
+    runfile.load_into(environment)
+    runfile.keep_secret_key(environment)
+    assert environment == {given: "theirs"}
+    assert [*home.iterdir()] == []
+
+
+@pytest.mark.usefixtures("nothing_given")
+def test_a_command_writes_no_key(home: Path) -> None:
+    runfile.load_into({})
+    assert [*home.iterdir()] == []
 
 
 def test_a_damaged_record_is_an_error_not_a_guess() -> None:

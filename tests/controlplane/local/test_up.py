@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from controlplane.local import processes
-from controlplane.local.up import MIN_FREE_BYTES, Options, UpError, _check_machine
+from controlplane.local.up import MARKER, MIN_FREE_BYTES, Options, UpError, _check_machine
 from tests.controlplane.local.conftest import Eventually, Product, Running
 
 pytestmark = pytest.mark.e2e
@@ -88,7 +88,7 @@ def test_down_and_reset_clear_what_a_killed_up_has_left(running: Running) -> Non
     assert "a killed run had left" in told.stdout
     assert processes.sweep(product.home) == 0
     assert product.run("reset", "--yes").returncode == 0
-    assert not product.home.exists()
+    assert [*product.home.iterdir()] == [product.ready]  # which is not of a home
 
 
 def test_the_next_up_recovers_from_a_killed_one(running: Running, eventually: Eventually) -> None:
@@ -111,6 +111,7 @@ def test_a_taken_port_is_named_with_a_remedy(product: Product) -> None:
     assert told.returncode == 1
     assert f"Port {port} cannot be used" in told.stderr
     assert f"make up PORT={port + 100}" in told.stderr
+    assert [path.name for path in product.home.iterdir()] == ["up.lock"]  # it became no home
 
 
 def test_too_few_nodes_are_refused(product: Product) -> None:
@@ -120,6 +121,8 @@ def test_too_few_nodes_are_refused(product: Product) -> None:
 
 
 def test_reset_asks_first(product: Product) -> None:
+    marker = product.home / MARKER
+    marker.touch()
     told = subprocess.run(
         product.argv("reset"),
         env=product.environment(),
@@ -130,7 +133,13 @@ def test_reset_asks_first(product: Product) -> None:
         check=False,
     )
     assert told.returncode == 1
-    assert product.home.exists()
+    assert marker.exists()
+
+
+def test_a_command_leaves_nothing_where_drydock_has_not_run(product: Product) -> None:
+    told = product.run("reset", "--yes")
+    assert "Drydock has not run" in told.stdout
+    assert [*product.home.iterdir()] == []
 
 
 def test_a_full_disk_is_named_with_a_remedy(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

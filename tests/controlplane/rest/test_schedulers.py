@@ -435,6 +435,20 @@ def test_two_reservations_never_hold_the_same_spare(yard: World, scheduler: Call
     assert third.status_code == 409
 
 
+def test_a_spare_that_is_about_to_be_taken_out_is_not_reserved(
+    yard: World, scheduler: Caller
+) -> None:
+    leaving, staying = (node(yard, spare=True, name=name) for name in ("a", "b"))
+    _ordered_out(leaving)
+    body = {"cluster": yard.cluster.pk, "holder": "slurm", "ttl_s": 60, "reason": "x"}
+
+    reserved = scheduler.order("/api/v1/spares/reserve", body).json()["result"]
+    refused = scheduler.order("/api/v1/spares/reserve", body)
+
+    assert reserved["node_id"] == staying.pk
+    assert refused.status_code == 409
+
+
 def test_a_reservation_whose_time_is_up_holds_nothing(yard: World, scheduler: Caller) -> None:
     it = node(yard, spare=True)
     body = {"cluster": yard.cluster.pk, "holder": "slurm", "ttl_s": 60, "reason": "x"}
