@@ -249,14 +249,14 @@ class Commands:
         running = self._supervisor.find(entry["placement"])
         if verb == "start_rank" and running is not None:
             return _done(command_id, {"pid": running.pid, "started_at": running.started_at})
-        try:
-            if verb == "start_coordinator" and running is not None:
+        if verb == "start_coordinator" and running is not None:
+            try:
                 return _done(command_id, self._coordinator_up(entry["placement"]))
-            if verb == "stop_process" and running is None:
-                # It may wait for its next start, or not all of it has ended.
-                return _done(command_id, self._stop(entry["placement"], 0))
-        except FAILURES as error:
-            return _failed(command_id, str(error))
+            except CannotStart as error:
+                return _failed(command_id, str(error))
+        if verb == "stop_process" and running is None:
+            self._supervisor.stop(entry["placement"], 0)  # it may wait for its next start
+            return _done(command_id, {"stopped": True})
         return _failed(
             command_id, f"the agent was restarted during this {verb}; it is not under way"
         )

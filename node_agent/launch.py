@@ -212,19 +212,20 @@ def launch(
 def cut_logs(folder: Path) -> None:
     """Cut the logs that have grown too long. Who writes to one waits for nobody: what it
     writes meanwhile may be lost."""
-    for path in _placements_logs(folder):
-        try:
-            status = path.stat()
-            # Who does not append goes on where it was: where the log was cut, it has a hole.
-            held = min(status.st_size, 512 * status.st_blocks)
-            if held > MAX_LOG_BYTES:
-                log("log_cut", "warning", path=path, bytes=held)
-                _cut(path)
-        except OSError as error:  # it may have made way for another just now
-            log("log_not_cut", "warning", path=path, error=str(error))
+    try:
+        for path in _placements_logs(folder):
+            _cut_if_long(path)
+    except OSError as error:  # one may have made way for another just now
+        log("logs_not_cut", "warning", path=folder, error=str(error))
 
 
-def _cut(path: Path) -> None:
+def _cut_if_long(path: Path) -> None:
+    status = path.stat()
+    # Who does not append goes on where it was: where the log was cut, it has a hole.
+    held = min(status.st_size, 512 * status.st_blocks)
+    if held <= MAX_LOG_BYTES:
+        return
+    log("log_cut", "warning", path=path, bytes=held)
     with path.open("r+b") as file:
         file.seek(-LOG_TAIL_BYTES, os.SEEK_END)
         tail = file.read(LOG_TAIL_BYTES)

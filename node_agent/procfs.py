@@ -16,8 +16,8 @@ from pathlib import Path
 
 from node_agent.log import log
 
-#: So long the kernel may take to show the environments of all processes, copies from their memory,
-#: if nothing else is said; and once that is over, of each of the rest.
+#: So long the kernel may take to show the environments of all processes, copies from their memory;
+#: and once that is over, of each of the rest.
 ENVIRONMENTS_S, ONE_S = 10.0, 0.1
 
 
@@ -79,36 +79,25 @@ def descendants(root: int) -> list[Process]:
     return [process for process in found if process.running]
 
 
-def with_environment(
-    name: str, value: str, having: str = "", within_s: float = ENVIRONMENTS_S
-) -> list[Process]:
-    """Running processes that were started with `name=value` in their environment, and with the
-    variable `having`, whatever its value, if one is named.
+def with_environment(name: str, value: str) -> list[Process]:
+    """Running processes that were started with `name=value` in their environment.
 
     Those of other users are passed over where the kernel does not let us look, and those whose
     memory it keeps locked: they hang in a driver.
     """
     wanted = f"{name}={value}".encode()
     running = [process for process in processes() if process.running]
-    return [
-        process
-        for process, environment in _environments(running, within_s)
-        if wanted in environment and (not having or _has(environment, having))
-    ]
+    return [process for process, environment in _environments(running) if wanted in environment]
 
 
 def has_variable(pid: int, name: str) -> bool:
     """Whether the process was started with this variable in its environment, whatever its value."""
-    return _has(_environment(pid), name)
-
-
-def _has(environment: list[bytes], name: str) -> bool:
     prefix = f"{name}=".encode()
-    return any(variable.startswith(prefix) for variable in environment)
+    return any(variable.startswith(prefix) for variable in _environment(pid))
 
 
-def _environments(left: list[Process], within_s: float) -> Iterator[tuple[Process, list[bytes]]]:
-    end = time.monotonic() + within_s
+def _environments(left: list[Process]) -> Iterator[tuple[Process, list[bytes]]]:
+    end = time.monotonic() + ENVIRONMENTS_S
     while left:
         read: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
         # On a thread that is left behind where it hangs.

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from node_agent import procfs, remains, wire
+from node_agent import procfs, wire
 from node_agent.config import Config
 from node_agent.exits import ExitWatcher, tell_coordinator
 from node_agent.files import Journal
@@ -60,7 +60,7 @@ class CannotStop(Exception):
 
 
 class CardsInUse(Exception):
-    """Something uses the cards, or may: they can be neither held nor given to a rank."""
+    """Something uses the cards, so they cannot be held."""
 
 
 @dataclass
@@ -71,7 +71,6 @@ class Running:
     child: subprocess.Popen[bytes] | None
     pidfd: int = -1
     stopping: bool = False
-    theirs: list[procfs.Process] = field(default_factory=list)  # all of it, when it was to stop
     gone: threading.Event = field(default_factory=threading.Event)
 
 
@@ -88,8 +87,6 @@ class Supervisor:
         self._lock = threading.RLock()
         self._watcher = ExitWatcher()
         self._running: dict[str, Running] = {}
-        self._ending: dict[str, list[procfs.Process]] = {}  # rank that exited -> what may be left
-        self._ended = threading.Condition(self._lock)
         self._restarts: dict[str, int] = {}  # placement of a coordinator -> deaths in a row
         self._cards_held = ""
         (config.state_dir / "ports").mkdir(parents=True, exist_ok=True)
@@ -130,7 +127,6 @@ class Supervisor:
             ranks = [r.placement.placement for r in self._running.values() if _is_rank(r)]
             if ranks:
                 raise CardsInUse(f"the rank {ranks[0]} runs on this node: stop it first")
-            self._await_ended()
             self.check_cards_free()
             self._cards_held = why
 
@@ -145,10 +141,7 @@ class Supervisor:
             self._cards_held = ""
 
     def start_rank(self, action: wire.StartRank) -> Placement:
-        """Start a rank; one that already runs is returned as it is.
-
-        Raises CannotStart, or CardsInUse while something is left of a rank that has exited.
-        """
+        """Start a rank; one that already runs is returned as it is. Raises CannotStart."""
         argv = self._config.argv(action.program)
         if action.together is not None and "--standalone" in argv:
             raise CannotStart(
@@ -209,33 +202,21 @@ class Supervisor:
         with self._lock:
             self._restarts.pop(placement, None)
             running = self._running.get(placement)
-            if running is not None:
-                running.stopping = True
-                if running.placement.up:  # the next agent is not to start it again
-                    self._record(_put(msgspec.structs.replace(running.placement, up=False)))
-                _write_notice(notice, grace_s)
-                _signal(running, signal.SIGTERM)
-            elif placement not in self._ending:
-                self._record({"gone": placement})  # nor one that waits for its next start
-        if running is not None and not self._see_out(running, grace_s):
-            return False
-        with self._lock:
-            ended = self._ended.wait_for(lambda: placement not in self._ending, KILL_WAIT_S)
-        if ended:
-            with contextlib.suppress(OSError):
-                notice.unlink()
-        return ended
-
-    def _see_out(self, running: Running, grace_s: float) -> bool:
-        """Whether its own process has exited, if need be by SIGKILL."""
-        placement = running.placement.placement
-        if grace_s > 0:  # else it takes time from whoever cuts the power next
-            running.theirs = remains.processes_of(self._config, placement)
+            if running is None:
+                # It may wait for its next start: the next agent is not to start it either.
+                self._record({"gone": placement})
+                return True
+            running.stopping = True
+            if running.placement.up:  # nor one whose stop we do not live to see through
+                self._record(_put(msgspec.structs.replace(running.placement, up=False)))
+            _write_notice(notice, grace_s)
+            _signal(running, signal.SIGTERM)
         if not running.gone.wait(grace_s):
             self._kill(running)
         gone = running.gone.wait(KILL_WAIT_S)
-        if not gone:
-            remains.end(self._config, placement, 0, running.theirs)  # all but that one
+        if gone:
+            with contextlib.suppress(OSError):
+                notice.unlink()
         return gone
 
     def _kill(self, running: Running) -> None:
@@ -261,12 +242,10 @@ class Supervisor:
             already = self._running.get(placement.placement)
             if already is not None:
                 return already.placement
-            if placement.kind == "rank":
-                self._await_ended()
-                if self._cards_held:
-                    raise CannotStart(
-                        f"the cards of this node are {self._cards_held}: start it afterwards"
-                    )
+            if self._cards_held and placement.kind == "rank":
+                raise CannotStart(
+                    f"the cards of this node are {self._cards_held}: start it afterwards"
+                )
             try:
                 # Written first: after a crash right here the process is still found as an orphan.
                 self._journal.append([_put(placement)])
@@ -286,17 +265,6 @@ class Supervisor:
         self._changed()
         return started
 
-    def _await_ended(self) -> None:
-        """Until nothing is left of ranks that have exited. Raises CardsInUse if something stays."""
-        with self._ended:
-            if not self._ended.wait_for(lambda: not self._ending, KILL_WAIT_S):
-                placement, left = next(iter(self._ending.items()))
-                pids = ", ".join(str(process.pid) for process in left) or "not found yet"
-                raise CardsInUse(
-                    f"the rank {placement} has exited, but not all of its processes ({pids}): "
-                    "they may hold the cards until the kernel lets go of them"
-                )
-
     def _watch(self, running: Running) -> None:
         """Raises ProcessLookupError if it is gone already (a child never is: it waits for us)."""
         with self._lock:
@@ -313,8 +281,6 @@ class Supervisor:
         with self._lock:
             placement = running.placement
             del self._running[placement.placement]
-            if _is_rank(running):
-                self._ending[placement.placement] = running.theirs
             restart = placement.up and not running.stopping
             if restart:
                 self._count_death(placement)
@@ -322,7 +288,7 @@ class Supervisor:
         if restart:
             self._restart_coordinator(placement)
         else:
-            self._leave(placement)
+            self._forget(placement)
         running.gone.set()
 
     def _report_exit(self, placement: Placement, code: int | None, **more: Any) -> None:
@@ -403,7 +369,7 @@ class Supervisor:
             self._count_death(placement)
             self._restart_coordinator(placement)
         else:
-            self._leave(placement)
+            self._forget(placement)
 
     def _keep_logs_short(self) -> None:
         while True:
@@ -423,25 +389,6 @@ class Supervisor:
                 self._record(_put(found))
                 return found
         return placement
-
-    def _leave(self, placement: Placement) -> None:
-        """Its own process has exited: nothing else of it goes on, and no rank starts before."""
-        if placement.kind != "rank":
-            self._forget(placement)
-            return
-        with self._lock:
-            self._ending.setdefault(placement.placement, [])
-        # Beside the other exits: a process that hangs takes its time.
-        start_thread(f"end-{placement.placement}", lambda: self._end(placement))
-
-    def _end(self, placement: Placement) -> None:
-        name = placement.placement
-        while left := remains.end(self._config, name, KILL_WAIT_S, self._ending[name]):
-            self._ending[name] = left
-        with self._ended:
-            self._forget(placement)
-            del self._ending[name]
-            self._ended.notify_all()
 
     def _forget(self, placement: Placement) -> None:
         with self._lock:

@@ -173,7 +173,7 @@ class WriterHandle:
 
 def environment() -> dict[str, str]:
     """The trainer's, with the way to our own modules; the writer needs nothing else of it. It is no
-    rank: a card's fault hits those who compute on it, and who ends a rank's remains spares it."""
+    rank: a card's fault hits those who compute on it."""
     path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     ours = {name: value for name, value in os.environ.items() if name != ENV_RANK}
     return {**ours, "PYTHONPATH": path}

@@ -236,19 +236,6 @@ RANK = "import os,pathlib,signal; p=pathlib.Path(os.environ['DRYDOCK_STATE_DIR']
 RANK += "p.mkdir(parents=True, exist_ok=True); "
 RANK += "(p/os.environ['DRYDOCK_PLACEMENT']).write_text(str(os.getpid())); signal.pause()"
 
-#: One with a worker in a session of its own, as torchrun has them.
-LEAVING = f"import os\nif os.fork() == 0: os.setsid()\n{RANK}"
-
-#: One with a child that bears no rank.
-WRITING = f"""
-import os, sys
-if os.fork() == 0:
-    os.setpgid(0, 0)
-    os.environ.pop("DRYDOCK_RANK")
-    os.execv(sys.executable, [sys.executable, "-c", {RANK!r}])
-{RANK}
-"""
-
 #: The same, in another language.
 SHELL = 'mkdir -p "$DRYDOCK_STATE_DIR"; echo $$ > "$DRYDOCK_STATE_DIR/$DRYDOCK_PLACEMENT"; '
 SHELL += "exec sleep 600"
@@ -299,8 +286,6 @@ class Node:
             "quit": ["python", "-c", "raise SystemExit(3)"],
             "fork": ["python", "-c", FORKING],
             "child": ["python", "-c", f"import os; os.fork()\n{RANK}"],
-            "leave": ["python", "-c", LEAVING],
-            "write": ["python", "-c", WRITING],
             "shell": ["sh", "-c", SHELL],
             "missing": ["./no-such-program"],
             "whole": [*TORCHRUN, str(REPOSITORY / "tests/runtime/whole/script.py")],

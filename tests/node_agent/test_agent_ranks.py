@@ -273,51 +273,6 @@ def test_what_a_rank_leaves_behind_in_its_session_is_killed_with_it(agent: Node)
     assert (event.data["pid"], event.data["signal"]) == (pid, signal.SIGKILL)
 
 
-def left_of(node: Node) -> list[procfs.Process]:
-    """What runs of the job on this node."""
-    return procfs.with_environment("DRYDOCK_STATE_DIR", str(node.shared / "job-1"))
-
-
-def test_a_stop_ends_also_what_has_a_session_of_its_own(agent: Node) -> None:
-    agent.started_rank(program="leave")
-    eventually(lambda: len(left_of(agent)) == 2)
-
-    result = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-1", grace_s=600)))
-
-    assert result.output == {"stopped": True}
-    assert not left_of(agent)
-
-
-def test_what_has_a_session_of_its_own_ends_with_its_rank(agent: Node) -> None:
-    pid = agent.started_rank(program="leave")
-    eventually(lambda: len(left_of(agent)) == 2)
-    os.kill(pid, signal.SIGKILL)
-
-    eventually(lambda: not left_of(agent))
-
-
-def test_what_has_a_session_of_its_own_ends_though_its_rank_ended_without_an_agent(
-    agent: Node,
-) -> None:
-    pid = agent.started_rank(program="leave")
-    eventually(lambda: len(left_of(agent)) == 2)
-    agent.kill()
-    os.kill(pid, signal.SIGKILL)
-    agent.start()
-
-    eventually(lambda: not left_of(agent))
-
-
-def test_who_writes_the_checkpoints_of_a_rank_outlives_it(agent: Node) -> None:
-    pid = agent.started_rank(program="write")
-    eventually(lambda: len(left_of(agent)) == 2)
-
-    result = agent.plane.result(agent.plane.send(wire.StopProcess(placement="p-1", grace_s=600)))
-
-    assert result.output == {"stopped": True}
-    assert [process.pid == pid for process in left_of(agent)] == [False]
-
-
 def test_a_dead_coordinator_is_back_on_its_port_at_once(agent: Node) -> None:
     start = wire.StartCoordinator(job="job-1", placement="c-1", token="t", min_replicas=1)
     result = agent.plane.result(agent.plane.send(start))

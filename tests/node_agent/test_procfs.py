@@ -28,9 +28,10 @@ def test_a_process_whose_memory_is_locked_is_passed_over(
         return read(pid)
 
     monkeypatch.setattr(procfs, "_environment", environment_of)
+    monkeypatch.setattr(procfs, "ENVIRONMENTS_S", 2.0)
     monkeypatch.setattr(procfs, "ONE_S", 2.0)
     try:
-        found = procfs.with_environment("LOOKED_FOR", "here", within_s=2.0)
+        found = procfs.with_environment("LOOKED_FOR", "here")
     finally:
         locked.set()
         for process in (stuck, *others):
