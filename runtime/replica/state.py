@@ -38,8 +38,8 @@ from runtime.snapshot import (
     state_of,
 )
 
-#: So many weights, or up to twice as many, are looked at, to tell whether they were changed.
-SAMPLED = 16
+#: So many weights are looked at, to tell whether they were changed.
+SAMPLED = 64
 MAX_FLAW = 300  # characters of what torch says of a model that does not fit
 GO_ON = (
     "resume with the script that saved it, whose tensors `python -m runtime.checkpoint inspect "
@@ -111,10 +111,15 @@ class TrainingState:
         self._left_at, self._left_set = self._paces(), self._settings()
         #: a trained weight is no number any more
         self.spoilt = False
+        _none, self._infinite = self._odd_weights()  # a script may have made it so
         devices = {part_of(one).device for one in model.parameters()}
         self._card = next((one for one in devices if one.type == "cuda"), None)
         #: of that card: each thread has a current one, and a script may train on another
         self._stream: torch.cuda.Stream | None = None
+        weights = [*self._trained_weights, *self._frozen_weights]
+        # Not each so many: layers repeat, and it might be the same weight of each.
+        drawn = random.Random(0)  # noqa: S311 - nobody is to be kept from guessing them
+        self._looked_at = drawn.sample(weights, min(SAMPLED, len(weights)))
         self.note_weights()
 
     def flaw(self) -> str:
@@ -154,8 +159,14 @@ class TrainingState:
     def look_for_spoilt(self) -> None:
         """After gradients that were no numbers: a scaler, or an optimizer of its own kind, may have
         kept them from the weights. If not these stay spoilt, whatever the losses are."""
-        weights = map(part_of, self._trained_weights)
-        self.spoilt |= not all(bool(torch.isfinite(one).all()) for one in weights)
+        none, infinite = self._odd_weights()
+        self.spoilt |= none > 0 or infinite > self._infinite
+
+    def _odd_weights(self) -> tuple[int, int]:
+        """How many elements of trained weights are no numbers, and how many are infinite."""
+        weights = [part_of(one).detach() for one in self._trained_weights]
+        none = sum(int(torch.isnan(one).sum()) for one in weights)
+        return none, sum(int(torch.isinf(one).sum()) for one in weights)
 
     def scale(self, gradient: torch.Tensor) -> torch.Tensor:
         """What backward begins with, as many times as large as the scaler wants it."""
@@ -285,11 +296,10 @@ class TrainingState:
             raise Changed("the script has other weights in the model than the last edge left")
 
     def _some_weights(self) -> list[torch.Tensor]:
-        """A few elements of some weights, all over the model: what is put in the place of all shows
-        in these, however it is written."""
-        weights = [part_of(one).detach() for one in (*self._trained_weights, *self._frozen_weights)]
-        every = max(1, len(weights) // SAMPLED)
-        return [sample_of(one) for one in weights[::every] if one.is_contiguous()]
+        """A few elements of some weights, all over the model, as numbers that are none are alike
+        too: what is put in the place of all shows in these, however it is written."""
+        parts = (part_of(one).detach() for one in self._looked_at)
+        return [sample_of(one).view(torch.uint8) for one in parts if one.is_contiguous()]
 
     def size(self) -> int:
         """Bytes of memory for a copy. May be asked in the middle of a step."""
@@ -349,7 +359,8 @@ class TrainingState:
         self._left_at, self._left_set = self._paces(), self._settings()
         self.ledger.load_state_dict(state["ledger"])
         self.committed = int(state["step"])
-        self.spoilt = False
+        none, self._infinite = self._odd_weights()
+        self.spoilt = none > 0  # who gave it to us holds it back
         self._parts_at_edge = None
         self._note_parts()
         self._note_stream()

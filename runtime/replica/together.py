@@ -156,7 +156,10 @@ class Together:
         """Apply the step that all ranks hold: our own, or one that peers made without us. Returns
         by what `judge` judges it, the same on all ranks."""
         made: list[float] = self._all("commit", newcomer=self.member.newcomer)
-        return next((one for one in made if not math.isfinite(one)), made[0])
+        odd = next((one for one in made if not math.isfinite(one)), made[0])
+        # The loss is that of all ranks, and the weights are each one's own.
+        self.rank.state.spoilt |= math.isnan(odd) and not all(map(math.isnan, made))
+        return odd
 
     def ready(self, tiers: Collection[TierName]) -> set[TierName]:
         """Those of these tiers that have finished the save before on all ranks: one that hangs on a

@@ -338,6 +338,26 @@ def test_no_copy_aside_is_of_weights_that_the_script_has_put_there(
     assert state.begin_copy_aside(None).finish().digest != at_edge
 
 
+@pytest.mark.parametrize("kind", range(9))
+def test_each_kind_of_weight_of_layers_that_repeat_is_looked_at(kind: int) -> None:
+    layers = [[nn.Linear(2, 2, bias=False) for _ in range(9)] for _ in range(32)]
+    state = TrainingState(nn.ModuleList(map(nn.ModuleList, layers)), [], Batches(samples=24))
+
+    for layer in layers:
+        swaps(layer[kind].weight)
+
+    with pytest.raises(Changed):
+        state.begin_copy_aside(None)
+
+
+def test_a_frozen_weight_that_is_no_number_keeps_no_copy_aside() -> None:
+    model = nn.Linear(4, 3)
+    model.weight.requires_grad_(False).fill_(math.nan)
+    state = TrainingState(model, [], Batches(samples=24))
+
+    assert state.begin_copy_aside(None).finish().digest == state.copy().digest
+
+
 def test_weights_that_were_put_back_are_copied_aside() -> None:
     model = nn.Linear(4, 3)
     state = TrainingState(model, [], Batches(samples=24))

@@ -1169,6 +1169,32 @@ def test_spoilt_weights_are_never_saved_whatever_the_losses_are(
     assert saved == []
 
 
+def test_who_takes_over_spoilt_weights_saves_them_no_more_than_who_spoilt_them(
+    pair: Pair,
+) -> None:
+    with torch.no_grad():
+        next(pair.state.model.parameters())[0, 0] = math.nan
+    spoilt = pair.state.copy()
+    pair.state.load(trained(6).copy())
+    before = pair.state.spoilt
+
+    pair.state.load(spoilt)
+
+    assert (before, pair.state.spoilt) == (False, True)
+
+
+def test_weights_that_the_script_has_made_infinite_are_not_spoilt(pair: Pair) -> None:
+    with torch.no_grad():
+        next(pair.state.model.parameters())[0, 0] = -math.inf
+    pair.state.load(pair.state.copy())
+    pair.state.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    hold_summed(pair, math.inf)
+
+    pair.together.judge(pair.together.commit())
+
+    assert not pair.together.holds_back
+
+
 @pytest.mark.parametrize("made", [[1.0, math.nan], [math.nan, 1.0]])
 def test_weights_that_are_spoilt_on_one_rank_are_on_all(
     pair: Pair, made: list[float], monkeypatch: pytest.MonkeyPatch
@@ -1178,6 +1204,7 @@ def test_weights_that_are_spoilt_on_one_rank_are_on_all(
     pair.together.judge(pair.together.commit())
 
     assert pair.together.holds_back
+    assert pair.state.spoilt
 
 
 def test_a_loss_that_is_no_number_on_another_rank_alone_counts(
