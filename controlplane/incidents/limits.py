@@ -165,12 +165,13 @@ def out_nodes(cluster_id: str) -> list[Out]:
         admitted_at__isnull=False,
     )
     # Of a node whose run has ended, and that is out still, the last one that was for a fault says
-    # for what it was taken. (A run releases as it ends, after it has taken the node out.)
+    # for what it was taken, also while somebody's order has the node in hand, which is for none.
+    # (A run releases as it ends, after it has taken the node out.)
     of_now = Q(node__in=taken.values("pk"), released_at__gte=F("left_at"))
-    held = Reservation.objects.alias(left_at=_left_service_at()).filter(
-        Q(released_at=None) | of_now & ~Q(job=None, code=""), cluster_id=cluster_id
-    )
-    newest = held.order_by("node", "-reserved_at").distinct("node")
+    held = Reservation.objects.alias(
+        left_at=_left_service_at(), for_none=Q(job=None, code="")
+    ).filter(Q(released_at=None) | of_now & Q(for_none=False), cluster_id=cluster_id)
+    newest = held.order_by("node", "for_none", "-reserved_at").distinct("node")
     out = {
         node_id: Out(node_id, rack_id, job_id, code)
         for node_id, rack_id, job_id, code in newest.values_list("node", "rack", "job", "code")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import signal
 import sys
@@ -19,6 +20,10 @@ from controlplane.local.up import LOCK, MARKER, holder, is_home, locked, made
 STOP_S = 120.0
 #: Where the data of a home lies, in that home, while it is deleted.
 FORGOTTEN = ".drydock-forgotten"
+#: What the system says of a mount point, or of a folder of an image's own, that is to be moved.
+UNMOVABLE = (errno.EBUSY, errno.EXDEV)
+#: Why something stays in a home that nobody but its owner may delete.
+THEIRS = "not Drydock's"
 
 
 def down(home: Path, say: Callable[[str], None]) -> bool:
@@ -65,9 +70,9 @@ def _stop(pid: int, url: str, say: Callable[[str], None]) -> bool:
     return True
 
 
-def forget(home: Path) -> list[str]:
+def forget(home: Path) -> dict[str, str]:
     """Delete what `up` has made in a home that does not run, and the home if nothing else is there;
-    the names of what else is, and stays.
+    the names of what stays, and why it does.
 
     Cut short, it leaves no home that has its database without its keys.
     """
@@ -75,17 +80,38 @@ def forget(home: Path) -> list[str]:
         (home / MARKER).touch()  # by which a later call finds what one that is cut short has left
         doomed = home / FORGOTTEN
         if doomed.exists():  # an earlier call was cut short
-            shutil.rmtree(doomed)
-        doomed.mkdir()
+            _delete(doomed)
+        doomed.mkdir(exist_ok=True)
+        left = {}
         for path in made(home):
-            path.rename(doomed / path.name)
-        shutil.rmtree(doomed)
-        (home / MARKER).unlink()
+            try:
+                path.rename(doomed / path.name)
+            except OSError as error:
+                if error.errno not in UNMOVABLE:
+                    raise  # nothing that comes after it is touched
+                left[path.name] = _delete(path)
+        left[FORGOTTEN] = _delete(doomed)
+        left = {name: why for name, why in left.items() if why}
+        if not left:  # else it stays a home, in which `up` goes on and a later call tries again
+            (home / MARKER).unlink()
         (home / LOCK).unlink()
-        left = sorted(path.name for path in home.iterdir())
+        others = {path.name for path in home.iterdir()} - {MARKER, *left}
         with suppress(OSError):  # it is not empty, a mount point, or in a folder of others
             home.rmdir()
-    return left
+    return left | dict.fromkeys(sorted(others), THEIRS)
+
+
+def _delete(path: Path) -> str:
+    """Delete this, or else as much of what is in it as can be; why it stays, "" if it is gone."""
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        shutil.rmtree(path, ignore_errors=True)
+        return error.strerror or str(error)
+    return ""
 
 
 def forget_earlier(home: Path) -> None:

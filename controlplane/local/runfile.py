@@ -30,7 +30,8 @@ def path() -> Path:
 
 def load_into(environ: MutableMapping[str, str]) -> None:
     """Set what the run file names and the environment does not, and the home's secret key; where
-    there is none, a new one, which only `keep_secret_key` writes down."""
+    there is none, a new one, which `up` writes down, and whoever is given a database: what is
+    started by hand on the same one must have the same key."""
     _found.update(environ)
     with ours(home()):
         for name, value in read().items():
@@ -40,6 +41,8 @@ def load_into(environ: MutableMapping[str, str]) -> None:
             environ["SECRET_KEY"] = (
                 kept.read_text().strip() if kept.exists() else secrets.token_urlsafe(48)
             )
+            if "DATABASE_URL" in _found:
+                keep_secret_key(environ)
 
 
 def callers_environment() -> dict[str, str]:

@@ -634,6 +634,20 @@ def test_a_person_s_order_to_a_node_that_is_out_does_not_hide_what_it_was_taken_
     assert "failure code xid-79 (limit 1)" in first_words(run)
 
 
+def test_a_person_s_order_that_has_the_node_in_hand_hides_no_more(cluster: Cluster) -> None:
+    out = NodeFactory(cluster=cluster, state=NodeState.QUARANTINED)
+    for code, released_at in [("xid-79", timezone.now()), ("", None)]:
+        ReservationFactory(
+            run__incident__cluster=cluster, node=out, code=code, job=None, released_at=released_at
+        )
+    incidents.set_limit(PERSON, cluster.pk, Scope.CODE, 1, "one at a time")
+    run = request(cluster, code="xid-79")
+    drain(run)
+
+    assert limits.budgets_of(cluster)[0].used == 1
+    assert "failure code xid-79 (limit 1)" in first_words(run)
+
+
 def test_a_node_counts_against_the_code_that_it_was_taken_out_for_last(cluster: Cluster) -> None:
     out = NodeFactory(cluster=cluster, state=NodeState.QUARANTINED)
     for code in ("xid-79", "xid-48"):

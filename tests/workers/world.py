@@ -142,9 +142,26 @@ class World:
             gpu_uuid=self.card_of(node).uuid,
             data={"reason": "no answer"},
         )
-        told_again = {"reason": "no answer", "count": 2, "last_at": until}
         record_events(node.pk, [event])
-        record_events(node.pk, [msgspec.structs.replace(event, data=told_again)])
+        self._is_silent_still(event, count=2, until=until)
+
+    def card_is_silent_still(self, node: Node) -> None:
+        """Its agent tells that a silence which it told of goes on."""
+        signal = Signal.objects.get(node=node, kind=SignalKind.GPU_UNREADABLE)
+        event = wire.Event(
+            id=signal.pk,
+            kind="gpu_unreadable",
+            at=signal.observed_at.timestamp(),
+            boot_id=signal.boot_id,
+            source="hardware",
+            gpu_uuid=self.card_of(node).uuid,
+        )
+        self._is_silent_still(event, count=signal.count + 1, until=time.time())
+
+    def _is_silent_still(self, event: wire.Event, *, count: int, until: float) -> None:
+        told = {"reason": "no answer", "count": count, "last_at": until}
+        node = Gpu.objects.get(pk=event.gpu_uuid).node_id
+        record_events(str(node), [msgspec.structs.replace(event, data=told)])
 
     def shows(
         self, node: Node, reading: str, value: float = 1.0, *, card: Gpu | None = None

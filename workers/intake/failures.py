@@ -19,7 +19,7 @@ from controlplane.health.actions import (
     repeat_failure,
     restate_failure,
 )
-from controlplane.health.choices import Action, FaultClass, Urgency
+from controlplane.health.choices import Action, FaultClass, SignalKind, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.actions.runs import BEING_DRAINED
@@ -61,12 +61,14 @@ def take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVe
 
 def judge_again(node: Node) -> None:
     """Have triage take up, as the node is in service again, what it told while it was out and that
-    can wait: nobody has it in hand, and it was not answered by the repair or a boot since."""
+    can wait: nobody has it in hand, and it was not answered by the repair or a boot since. A card
+    may be silent while it is reset; one that is silent still is told of again."""
     left = Failure.objects.filter(
         node=node, urgency=Urgency.IDLE, incidents=None, last_seen_at__gte=_back_since(node)
     )
     told = Signal.objects.filter(failures__in=left, boot_id=node.boot_id)
-    told.filter(triaged_at__isnull=False).update(triaged_at=None)
+    once = told.exclude(kind=SignalKind.GPU_UNREADABLE)
+    once.filter(triaged_at__isnull=False).update(triaged_at=None)
     doorbell.ring_after_commit()
 
 
@@ -152,6 +154,9 @@ def _covers(known: Failure | triage.LineVerdict, other: Failure | triage.LineVer
     if Urgency(other.urgency).before(known.urgency):
         return False
     if needed == wanted:
+        return True
+    silent = (other.code, other.urgency) == (triage.SILENT, Urgency.IDLE)
+    if silent and triage.explains_silence(needed, str(known.urgency)):
         return True
     by_machine = not {needed, wanted} & triage.FOR_PEOPLE
     return by_machine and triage.stronger(needed, wanted) == needed

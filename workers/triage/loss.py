@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from workers.triage.verdicts import Fault, LineVerdict, condemns_node, ends_program
+from workers.triage.verdicts import SILENT, Fault, LineVerdict, condemns_node, ends_program
 
 #: A program that a fault of its card ends has ended by then, in seconds.
 PROGRAM_ENDS_S = 5.0
@@ -141,7 +141,7 @@ def cause_of_loss(evidence: LossEvidence) -> Cause | NotYet | NothingLost:
     if evidence.card_silent:
         return Cause(
             "hardware",
-            "gpu-unreadable",
+            SILENT,
             False,
             f"a card of the node does not answer: {evidence.card_silent}",
             "card-silent",

@@ -8,7 +8,7 @@ from typing import Any
 
 from workers import readings, watching
 from workers.triage.lines import RECOVERY_ACTIONS
-from workers.triage.verdicts import LineVerdict
+from workers.triage.verdicts import SILENT, LineVerdict
 
 #: NVIDIA's memory guide: a card is replaced once so many of its rows were remapped.
 MAX_REMAPPED_ROWS = 512
@@ -43,7 +43,7 @@ def judge_silence(pci: str, reason: str) -> LineVerdict:
     in its agent's words. What trains there may not need what was asked of it: it trains on."""
     why = reason or "no reason given"
     return LineVerdict(
-        "gpu-unreadable", pci, "hardware", "reboot", "idle", "card-silent",
+        SILENT, pci, "hardware", "reboot", "idle", "card-silent",
         f"it does not answer: {why}", follow_up="contact_vendor",
     )  # fmt: skip
 

@@ -34,8 +34,10 @@ FOR_PEOPLE = frozenset(
 )
 #: Of these a fault lasts until somebody has done it: seen again before, it is the same one.
 LASTING = (NODE_REPAIRS | FOR_PEOPLE) - {"undecodable", "update_software"}
+#: The code of a card that does not answer.
+SILENT = "gpu-unreadable"
 #: Codes that say that a card is gone, not why: a code of the driver names it better.
-VAGUE_CODES = frozenset({"gpu-lost", "gpu-unreadable"})
+VAGUE_CODES = frozenset({"gpu-lost", SILENT})
 
 
 @dataclass(frozen=True)
@@ -62,18 +64,27 @@ class LineVerdict:
 
 def gravest(verdicts: Iterable[LineVerdict]) -> tuple[LineVerdict, ...]:
     """The same verdicts, those that call for most first, of those the most urgent, and of those the
-    best named."""
+    best named; a silence after the fault that explains it."""
+    verdicts = list(verdicts)
+    explained = any(explains_silence(v.action, v.urgency) for v in verdicts)
     return tuple(
         sorted(
             verdicts,
             key=lambda v: (
                 v.urgency == "none",
+                explained and v.code == SILENT,
                 -ACTIONS.index(v.action),
                 URGENCIES.index(v.urgency),
                 v.code in VAGUE_CODES,
             ),
         )
     )
+
+
+def explains_silence(action: str, urgency: str) -> bool:
+    """Whether what calls for this on a card is why the card does not answer. Its repair comes
+    sooner than one for the silence would, and shows whether the card answers after it."""
+    return action in NODE_REPAIRS and urgency in ("now", "next_checkpoint")
 
 
 def stronger(one: str, other: str) -> str:

@@ -15,7 +15,7 @@ from controlplane.accounts.models import Actor
 from controlplane.errors import Refused
 from controlplane.fleet.changes import change, touch
 from controlplane.fleet.choices import COMMAND_PENDING, CommandState
-from controlplane.fleet.models import Command, Node
+from controlplane.fleet.models import ENDING, Command, Node
 from controlplane.ids import new_id
 from node_agent import wire
 
@@ -170,7 +170,7 @@ def forget_commands(now: datetime, at_work: QuerySet[Any, str]) -> int:
     """
     asker = Func("requester", Value("."), 1, function="split_part", output_field=CharField())
     old = Command.objects.alias(asker=asker).filter(finished_at__lt=now - KEPT)
-    over = old.exclude(asker__in=at_work).exclude(requester__startswith="end/")
+    over = old.exclude(asker__in=at_work).exclude(requester__startswith=ENDING)
     some = over.order_by("finished_at").values("pk")[:FORGOTTEN_AT_ONCE]
     return Command.objects.filter(pk__in=some).delete()[0]
 

@@ -10,6 +10,6 @@ class Migration(migrations.Migration):
     operations = [
         migrations.AddIndex(
             model_name='command',
-            index=models.Index(condition=models.Q(('finished_at__isnull', False)), fields=['finished_at'], name='command_by_end'),
+            index=models.Index(condition=models.Q(('finished_at__isnull', False), models.Q(('requester__startswith', 'end/'), _negated=True)), fields=['finished_at'], name='command_by_end'),
         ),
     ]

@@ -11,6 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from controlplane.fleet import actions
+from controlplane.fleet.actions.commands import KEPT
 from controlplane.fleet.choices import CommandState
 from controlplane.fleet.models import Command
 from controlplane.incidents.models import PlaybookStep
@@ -63,7 +64,25 @@ def test_orders_are_found_by_an_index(lookup: Callable[[], None]) -> None:
     assert [sql for sql in found if "Seq Scan" in plan_of(sql)] == []
 
 
-def plan_of(sql: str) -> str:
+@pytest.mark.usefixtures("told")
+def test_orders_that_are_kept_for_good_are_not_read_to_forget_others() -> None:
+    node, long_ago = NodeFactory(), timezone.now() - 2 * KEPT
+    Command.objects.bulk_create(
+        Command(node=node, verb="stop_process", payload="{}", state=CommandState.DONE,
+                requester=f"end/plc_{n}.0", expires_at=long_ago, finished_at=long_ago)
+        for n in range(EACH)
+    )  # fmt: skip
     with connection.cursor() as cursor:
-        cursor.execute(f"EXPLAIN {sql}")
+        cursor.execute("ANALYZE fleet_command")
+    with CaptureQueriesContext(connection) as asked:
+        _forget()
+    plan = plan_of(asked[0]["sql"], "EXPLAIN ANALYZE")
+
+    assert "command_by_end" in plan
+    assert "Rows Removed" not in plan
+
+
+def plan_of(sql: str, explain: str = "EXPLAIN") -> str:
+    with connection.cursor() as cursor:
+        cursor.execute(f"{explain} {sql}")
         return "\n".join(row[0] for row in cursor.fetchall())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from django.core.management import call_command
@@ -182,8 +185,67 @@ def test_the_database_goes_first(used: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_reset_leaves_what_is_not_drydocks(used: Path) -> None:
     (used / "notes").mkdir()
     (used / "notes" / "mine").touch()
-    assert down.forget(used) == ["notes"]
+    assert down.forget(used) == {"notes": down.THEIRS}
     assert [*used.rglob("*")] == [used / "notes", used / "notes" / "mine"]
+
+
+def busy(monkeypatch: pytest.MonkeyPatch, verb: str, mount: str, why: int = errno.EBUSY) -> None:
+    """The system refuses this for what is so called, as it does for a mount point."""
+    real = getattr(os, verb)
+
+    def refuse(path: Path | str, *to: Any, **how: Any) -> Any:
+        if Path(path).name == mount:
+            raise OSError(why, os.strerror(why), str(path))
+        return real(path, *to, **how)
+
+    monkeypatch.setattr(os, verb, refuse)
+
+
+@pytest.mark.parametrize("name", ["postgres", "secret-key"])
+def test_what_cannot_be_moved_is_deleted_where_it_is(
+    used: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    busy(monkeypatch, "rename", name)
+    assert down.forget(used) == {}
+    assert [*used.parent.iterdir()] == []
+
+
+def test_keys_stay_with_a_database_that_may_not_be_deleted(
+    used: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy(monkeypatch, "rename", "postgres", errno.EACCES)
+    with pytest.raises(PermissionError):
+        down.forget(used)
+    assert (used / "secret-key").exists()
+
+
+def test_a_mount_point_is_emptied_and_stays(used: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (used / "shared" / "checkpoints").mkdir(parents=True)
+    (used / "notes").mkdir()
+    with monkeypatch.context() as mounted:
+        busy(mounted, "rename", "shared")
+        busy(mounted, "rmdir", "shared")
+        left = [down.forget(used) for _ in range(2)]
+    assert left == [{"shared": "Device or resource busy", "notes": down.THEIRS}] * 2
+    assert sorted(used.rglob("*")) == [used / MARKER, used / "notes", used / "shared"]
+    _check_home(used)
+
+    (used / "notes").rmdir()
+    assert down.forget(used) == {}
+    assert [*used.parent.iterdir()] == []
+
+
+def test_a_mount_point_within_what_is_moved_is_emptied_and_stays(
+    used: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (used / "shared" / "mounted" / "checkpoints").mkdir(parents=True)
+    busy(monkeypatch, "rmdir", "mounted")
+    left = [down.forget(used) for _ in range(2)]
+    mounted = used / down.FORGOTTEN / "shared" / "mounted"
+    assert left == [{down.FORGOTTEN: "Device or resource busy"}] * 2
+    assert sorted(used.rglob("*")) == [
+        used / down.FORGOTTEN, mounted.parent, mounted, used / MARKER
+    ]  # fmt: skip
 
 
 def test_a_folder_in_which_drydock_never_ran_is_no_home(

@@ -153,6 +153,24 @@ def test_a_command_writes_no_key(home: Path) -> None:
     assert [*home.iterdir()] == []
 
 
+@pytest.mark.usefixtures("nothing_given")
+def test_what_is_started_by_hand_on_one_database_shares_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    by_hand: list[dict[str, str]] = [{"DATABASE_URL": "postgres://there"} for _ in range(2)]
+    for environment in by_hand:
+        monkeypatch.setattr(runfile, "_found", {})
+        runfile.load_into(environment)
+    assert by_hand[0]["SECRET_KEY"] == by_hand[1]["SECRET_KEY"]
+
+
+@pytest.mark.usefixtures("nothing_given")
+def test_a_command_beside_a_running_up_writes_no_key(home: Path) -> None:
+    runfile.write({"DATABASE_URL": "postgres://there"}, os.getpid())
+    runfile.load_into({})
+    assert [*home.iterdir()] == [runfile.path()]
+
+
 def test_a_damaged_record_is_an_error_not_a_guess() -> None:
     runfile.path().write_text("{")
     with pytest.raises(json.JSONDecodeError):

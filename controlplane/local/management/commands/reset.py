@@ -44,4 +44,5 @@ class Command(BaseCommand):
         left = forget(home)
         self.stdout.write("deleted")
         if left:
-            self.stdout.write(f"left in {home}, since it is not Drydock's: {', '.join(left)}")
+            words = ", ".join(f"{name} ({why})" for name, why in left.items())
+            self.stdout.write(f"left in {home}: {words}")
