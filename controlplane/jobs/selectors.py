@@ -291,18 +291,26 @@ def marks(job: Job, *, since: datetime | None = None) -> list[Mark]:
         .select_related("replica", "node", "moved_from__node")
         .defer("node__report", "moved_from__node__report")
     )
-    moved = [_moved(one, moves) for one in interruptions]
-    return [
-        Mark(one, _explaining(one, incidents, moving), moving)
-        for one, moving in zip(interruptions, moved, strict=True)
-    ]
+    moved = _moved(interruptions, moves)
+    return [Mark(one, _explaining(one, incidents, moved[one]), moved[one]) for one in interruptions]
 
 
-def _moved(one: Interruption, moves: list[Placement]) -> list[Placement]:
-    """Whose process began to train in another's place there. A joining may be told by the process
-    itself a moment before or after those who saw it."""
-    joined = [m for m in moves if m.replica.index in set(one.joined) - set(one.lost)]
-    return [m for m in joined if m.joined_at and abs(m.joined_at - one.committed_at) <= AT_ONCE]
+def _moved(
+    interruptions: list[Interruption], moves: list[Placement]
+) -> dict[Interruption, list[Placement]]:
+    """Whose process began to train in another's place there: each in the one nearest to it, for it
+    may come back a moment later from a loss. A joining may be told by the process itself a moment
+    before or after those who saw it."""
+    found: dict[Interruption, list[Placement]] = {one: [] for one in interruptions}
+    for move in moves:
+        away = {
+            abs(move.joined_at - one.committed_at): one
+            for one in interruptions
+            if move.joined_at and move.replica.index in set(one.joined) - set(one.lost)
+        }
+        if away and min(away) <= AT_ONCE:
+            found[away[min(away)]].append(move)
+    return found
 
 
 def _explaining(

@@ -138,6 +138,24 @@ def test_afterwards_the_interruption_tells_where_from_and_where_to(
     assert "/incidents/" not in row
 
 
+def test_what_came_back_from_a_loss_a_moment_later_moved_once(operator: Client, job: Job) -> None:
+    order(operator, job)
+    now = timezone.now()
+    jobs.take_place(Placement.objects.get(standby=True), now)
+    for epoch, later_s, lost, joined in ((7, 0, [], [0]), (8, 3, [0], []), (9, 5, [], [0])):
+        later = now + timedelta(seconds=later_s)
+        InterruptionFactory(
+            job=job, epoch=epoch, lost=lost, joined=joined, started_at=later, committed_at=later
+        )
+
+    shown = page(operator, job)
+
+    rows = shown[shown.index('data-testid="interruptions"') :]
+    rows = rows[: rows.index("</table>")]
+    assert rows.count("moved from") == 1
+    assert rows.index("joined") < rows.index("lost") < rows.index("moved from")
+
+
 def test_a_move_that_is_over_says_how_it_ended(operator: Client, job: Job) -> None:
     order(operator, job)
     run = PlaybookRun.objects.get(playbook="move-replica")
