@@ -167,13 +167,19 @@ def test_a_card_that_is_silent_still_after_its_reset_is_told_of_again(world: Wor
     assert world.bmcs[node.pk].orders == ["ForceRestart"]
 
 
+def placed_lately(world: World) -> Placement:
+    """Half a minute ago."""
+    lost = world.placements[1]
+    Placement.objects.filter(pk=lost.pk).update(created_at=timezone.now() - timedelta(seconds=30))
+    return lost
+
+
 @pytest.mark.parametrize(("ago_s", "code"), [(40, "gpu-unreadable"), (90, "process-exited")])
 def test_a_silence_that_stands_explains_what_ends_on_its_card_however_long_ago_it_began(
     world: World, ago_s: float, code: str
 ) -> None:
     """The process was placed half a minute ago; the card was told of last `ago_s` ago."""
-    lost = world.placements[1]
-    Placement.objects.filter(pk=lost.pk).update(created_at=timezone.now() - timedelta(seconds=30))
+    lost = placed_lately(world)
     world.card_is_silent(lost.node, for_s=600, until=time.time() - ago_s)
     world.exits(lost, exit_code=1)
     drain()
@@ -186,8 +192,7 @@ def test_one_reading_that_was_missed_before_a_process_was_placed_explains_nothin
     world: World, ago_s: float, code: str
 ) -> None:
     """The process was placed half a minute ago."""
-    lost = world.placements[1]
-    Placement.objects.filter(pk=lost.pk).update(created_at=timezone.now() - timedelta(seconds=30))
+    lost = placed_lately(world)
     world.card_is_silent(lost.node, for_s=0, until=time.time() - ago_s)
     Signal.objects.update(count=1, repeated_at=None)
     world.exits(lost, exit_code=1)

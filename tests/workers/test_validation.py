@@ -122,16 +122,22 @@ def test_a_node_is_not_judged_by_what_it_listed_before_it_booted(world: World) -
     assert Command.objects.filter(verb="diagnose").exists()
 
 
-def loses_a_card_while_watched(world: World, settings: Settings) -> tuple[Node, Gpu]:
-    settings.SOAK_S = 600
-    node = world.spares[0]
-    card = world.card_of(node)
+def watched(world: World, node: Node) -> None:
+    """It has failed, was restarted, and has passed its diagnostic."""
     world.kernel_says(node, XID_79)
     drain()
     world.boot(node)
     drain()
     answer("diagnose", **HEALTHY)
     drain()
+    node.refresh_from_db()
+
+
+def loses_a_card_while_watched(world: World, settings: Settings) -> tuple[Node, Gpu]:
+    settings.SOAK_S = 600
+    node = world.spares[0]
+    card = world.card_of(node)
+    watched(world, node)
     Gpu.objects.filter(pk=card.pk).update(node=None, index=None)
     soaked()
     drain()
@@ -160,17 +166,6 @@ def test_a_node_whose_card_was_put_back_is_tested_again(world: World, settings: 
 
     assert before == (NodeState.VALIDATING, 2)
     assert node.state == NodeState.AVAILABLE
-
-
-def watched(world: World, node: Node) -> None:
-    """It has failed, was restarted, and has passed its diagnostic."""
-    world.kernel_says(node, XID_79)
-    drain()
-    world.boot(node)
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    node.refresh_from_db()
 
 
 def test_what_can_wait_and_was_shown_while_the_node_was_watched_is_acted_on_once_it_is_back(
