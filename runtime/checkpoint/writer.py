@@ -34,10 +34,12 @@ import json
 import logging
 import mmap
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,7 @@ class Writer:
     def __init__(self, trainer: socket.socket) -> None:
         self._trainer = trainer
         self._rooms: dict[int, memoryview] = {}
+        self._room: int | None = None  # that of the save under way
         self._keeping: dict[str, Keeping] = {}  # address -> the holder that keeps what we save
         self._objects: ObjectStore | None = None
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
@@ -110,18 +113,46 @@ class Writer:
         self._copied = 0  # bytes of its state that are there
         self._flaw = ""  # why there will be no more
         self._hearing = threading.Lock()  # both who writes and who hashes may wait for more of it
+        #: what the trainer said before it ended, and nobody has worked off
+        self._last_words: deque[dict[str, Any]] = deque()
 
     def run(self) -> None:
         """Until the trainer is gone and all that it asked is done."""
-        while (asked := self._hear()) is not None:
+        with contextlib.suppress(RuntimeError):  # no more threads: it keeps all its memory
+            threading.Thread(target=self._outlive, name="drydock-end", daemon=True).start()
+        while (asked := self._next()) is not None:
             if asked["op"] == "save":
                 self._save(asked)
             elif asked["op"] == "look":
                 self._look(Path(asked["folder"]), str(asked["save"]))
             # else it is more about a save that failed before it was copied
 
+    def _next(self) -> dict[str, Any] | None:
+        """What is to be done next; None if nothing will be."""
+        with self._hearing:
+            asked = self._hear()
+            self._room = None if asked is None else asked.get("room")
+            return asked
+
+    def _outlive(self) -> None:
+        """Once the trainer has ended, keep of the memory only what is still to be written: its next
+        start takes as much again, and a slow store may hold us for minutes."""
+        end = select.poll()
+        end.register(self._trainer, select.POLLRDHUP)
+        end.poll()
+        with self._hearing:
+            left = []
+            while (asked := self._hear()) is not None:
+                left.append(asked)
+            self._last_words.extend(left)
+            needed = {self._room, *(asked.get("room") for asked in left)}
+            for number in self._rooms.keys() - needed:
+                del self._rooms[number]
+
     def _hear(self) -> dict[str, Any] | None:
         """What the trainer says next about saves; None once it is gone."""
+        if self._last_words:
+            return self._last_words.popleft()
         while True:
             try:
                 data, ancillary, _flags, _from = self._trainer.recvmsg(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.runtime.replicas import Board, Fleet, until
 from tests.runtime.scene import Play, Scene
 
 if TYPE_CHECKING:
+    from tests.runtime.pair import Pair
     from tests.runtime.whole.runs import Alone
 
 
@@ -62,8 +64,18 @@ def play(tmp_path: Path) -> Play:
 
 
 @pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    from tests.runtime.pair import Pair  # the adapters' environment has not all it needs
+
+    made = Pair(tmp_path)
+    yield made
+    made.other.connection.shutdown(socket.SHUT_RDWR)
+    made.rank.close()
+
+
+@pytest.fixture
 def alone(tmp_path: Path) -> Iterator[Alone]:
-    from tests.runtime.whole.runs import Alone  # the adapters' environment has not all it needs
+    from tests.runtime.whole.runs import Alone  # as above
 
     handler = signal.getsignal(signal.SIGTERM)
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

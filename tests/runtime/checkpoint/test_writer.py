@@ -7,6 +7,7 @@ import json
 import mmap
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ from runtime.checkpoint.tiers import known_run
 from runtime.checkpoint.writer import PACKET_BYTES, Writer
 from runtime.image import aligned, pages
 from tests.runtime.checkpoint.states import flip_a_bit, staged_at
+from tests.runtime.replicas import until
 
 #: And whose they are said to be.
 JSON = {"manifest.json": "", "rank-0.json": " (rank 0)"}
@@ -42,23 +44,33 @@ class Asked:
         return self._to_keep(step, objects=url, job="j", rank=rank, ranks=ranks)
 
     def _to_keep(self, step: int, **where: Any) -> list[dict[str, Any]]:
-        staged, name = staged_at(step), f"save{step}"
-        size, start = len(staged.buffer), aligned(len(staged.buffer), mmap.PAGESIZE)
-        described = json.dumps({"step": step, "save": name, **staged.table.describe()}).encode()
-        room = self.writer._rooms[0] = pages(start + len(described))
-        room[:size], room[start:] = memoryview(staged.buffer), described
-        self.trainer.send(json.dumps({"op": "copied", "save": name, "bytes": size}).encode())
-        self.writer._save(
-            {
-                "room": 0, "image": size, "described": len(described), "step": step, "save": name,
-                "facts": {}, "share": 0, "shares": 1, "keep": 1, "keep_for_s": 0, "common": None,
-                "pack": False, **where,
-            }
-        )  # fmt: skip
+        order = self.order(step, **where)
+        self.copied(step)
+        self.writer._save(order)
         said: list[dict[str, Any]] = []
         while not said or said[-1]["op"] != "done":
             said.append(json.loads(self.trainer.recv(PACKET_BYTES)))
         return said
+
+    def order(self, step: int, room: int = 0, **where: Any) -> dict[str, Any]:
+        """To save the state that lies in this room."""
+        staged, name = staged_at(step), f"save{step}"
+        size, start = len(staged.buffer), aligned(len(staged.buffer), mmap.PAGESIZE)
+        described = json.dumps({"step": step, "save": name, **staged.table.describe()}).encode()
+        memory = self.writer._rooms[room] = pages(start + len(described))
+        memory[:size], memory[start:] = memoryview(staged.buffer), described
+        return {
+            "op": "save", "room": room, "image": size, "described": len(described), "step": step,
+            "save": name, "facts": {}, "share": 0, "shares": 1, "keep": 1, "keep_for_s": 0,
+            "common": None, "pack": False, **where,
+        }  # fmt: skip
+
+    def copied(self, step: int) -> None:
+        whole = len(staged_at(step).buffer)
+        self.tell({"op": "copied", "save": f"save{step}", "bytes": whole})
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.trainer.send(json.dumps(message).encode())
 
     def close(self) -> None:
         self.trainer.close()
@@ -254,3 +266,34 @@ def test_puts_that_have_all_parts_in_the_end_are_not_told(asked: Asked, other: A
         said += other.to_put(url, step, 1, 2)
 
     assert "alarm" not in ops(said)
+
+
+def test_a_writer_that_outlives_its_trainer_keeps_only_the_memory_that_it_still_writes(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's next start takes as much again, and a slow store may hold the writer."""
+    inner, begun, goes_on = disk.write, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> None:
+        begun.set()
+        goes_on.wait(60.0)
+        inner(*given)
+
+    monkeypatch.setattr(disk, "write", slow)
+    folders = [asked.folder / "first", asked.folder / "second"]
+    for room, folder in enumerate(folders):
+        asked.tell(asked.order(1, room, folder=str(folder), rank=0, ranks=1))
+        asked.copied(1)
+    asked.writer._rooms[2] = pages(1)
+    running = threading.Thread(target=asked.writer.run, daemon=True)
+    running.start()
+    assert begun.wait(60.0)
+    asked.trainer.close()
+    until(lambda: len(asked.writer._rooms) < 3, "a room is given up")
+    left = set(asked.writer._rooms)
+    goes_on.set()
+    running.join(60.0)
+
+    assert left == {0, 1}
+    paths = [path for folder in folders for path in store.candidates(folder)]
+    assert [store.verify(path) for path in paths] == [[], []]
