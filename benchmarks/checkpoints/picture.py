@@ -40,5 +40,6 @@ def _strips(rows: Sequence[dict[str, Any]], key: str, scale: float, unit: str) -
         for row in alike:
             median = figures_of(row, alike)[key] * scale
             dots = [save[key] * scale for save in row["later"]]
-            strips.append(Strip(row["name"], dots, f"median {median:.3g} {unit}"))
+            shown = f"{float(f'{median:.3g}'):,g}"  # three figures, and no exponent
+            strips.append(Strip(row["name"], dots, f"median {shown} {unit}"))
     return strips
