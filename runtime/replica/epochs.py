@@ -25,6 +25,10 @@ GATHER_S = 30.0
 LEASE_MARGIN_S = 1.0  # for clocks that do not run alike
 ABSENT_BROKEN_S = 1.0  # how long one has to connect again while others wait for the next epoch
 LAG_S = 10.0  # so long one that follows may make no step while the members make several
+#: Who loads or takes a state for longer may hang: the others go on without it, and it comes in once
+#: it is done. A terabyte takes 17 minutes at one gigabyte a second. Whoever could not get it is
+#: given as much again for each time that it tried, so that a slow one gets there.
+HUNG_S = 1200.0
 MAX_FAILED = 3  # so often one may fail to take the newest state before others begin without it
 UNWRITTEN_S = 60.0  # no more often is it logged, for one reason, that the record is not written
 
@@ -69,8 +73,13 @@ class Epochs(Roster):
         if not self.may_train_unseen():
             self.seat_standbys(gathered=waited > GATHER_S)
         patience_s = ABSENT_BROKEN_S if any(map(self.was_member, there)) else GATHER_S
-        late = self.record.epoch > 0 and waited > patience_s
-        able = [p for p in there if p.phase != "fresh" or p.refusals < MAX_FAILED]
+        # Of a job that is over one may come that was started before its end: only a start of all
+        # goes on with it.
+        late = self.record.epoch > 0 and not self.over and waited > patience_s
+        hanging = self.hanging()
+        failed = [p for p in there if p.phase == "fresh" and p.refusals >= MAX_FAILED]
+        failed += [p for p in hanging if self.holds_no_newer(p, there)]
+        able = [p for p in there if p not in failed]
         if late and sum(not p.standby for p in able) >= self.min_replicas:
             there = able  # who came and failed comes in later, as any newcomer
         peers = [p for p in there if not p.standby]
@@ -78,6 +87,7 @@ class Epochs(Roster):
         enough = len(peers) >= world or (late and len(peers) >= self.min_replicas)
         if waited > GATHER_S:  # for a standby no longer
             there = [p for p in there if not p.standby or p.phase == "ready"]
+        self.tell_awaited([p for p in hanging if p in there])
         ready = peers and all(peer.phase == "ready" for peer in there)
         if not enough or not ready or self.may_train_unseen() or self.may_be_claimed():
             return
@@ -106,6 +116,44 @@ class Epochs(Roster):
         made when that broke is newer, and nobody who was started anew has more."""
         member = self.record.members.get(peer.replica) == peer.placement
         return member and peer.phase == "ready" and peer.step >= self.record.step
+
+    def hanging(self) -> list[Peer]:
+        """Newcomers that have loaded or taken a state for so long that they may never be done,
+        though another thread of theirs answers."""
+        now = self.clock()
+        busy = self.newcomers("loading", "syncing")
+        self.ordered = {p.orders: self.ordered.get(p.orders, now) for p in busy}
+        since = {n: max(at, self.woke) for n, at in self.ordered.items()}
+        found = [p for p in busy if now - since[p.orders] > HUNG_S * (1 + p.refusals)]
+        for peer in [p for p in found if "hangs" not in p.asked]:
+            peer.asked.add("hangs")
+            named = (peer.replica, peer.placement, peer.phase)
+            log.error("hangs replica=%s placement=%s phase=%s", *named)
+        return found
+
+    def awaited(self, *phases: str) -> list[Peer]:
+        """Newcomers of these phases, but for those who hang."""
+        hanging = self.hanging()
+        return [p for p in self.newcomers(*phases) if p not in hanging]
+
+    def holds_no_newer(self, peer: Peer, there: list[Peer]) -> bool:
+        """Whether what one that is not ready has, or may find, is surely no newer than what those
+        hold who are."""
+        ready = [p for p in there if p.phase == "ready"]
+        if any(map(self.was_member, ready)):
+            return True
+        newest = max(((p.trained_in, p.step) for p in ready), default=(-1, -1))
+        return peer.phase == "syncing" and (peer.trained_in, peer.step) <= newest
+
+    def tell_awaited(self, hanging: list[Peer]) -> None:
+        """A person, once: the others cannot begin without these, though they may hang."""
+        names = ", ".join(f"{p.replica} ({p.placement})" for p in hanging)
+        text = (
+            f"all wait for replica {names}, which has loaded its state for long and may hold the "
+            "newest: end its process if it hangs"
+        )
+        for peer in self.newcomers("ready") if hanging else []:
+            peer.tell_once("undecided", text=text)
 
     def unattended(self, there: list[Peer]) -> list[list[str]]:
         """The holders on nodes of which nobody came: what one of them keeps may be the newest."""
@@ -152,7 +200,7 @@ class Epochs(Roster):
                 if len(members) == len(self.alive):  # all must agree on when to copy
                     self.bring_near(members, at_edge=False)
                     # By the time that one has loaded its copy it may be proven after the next step.
-                    followers = self.newcomers("syncing", "ready")
+                    followers = self.awaited("syncing", "ready")
                     self.proofs.seek(followers, members, self.clock())
                 if entering:
                     self.call_to_edge(members)
@@ -244,7 +292,7 @@ class Epochs(Roster):
             if peer.expected is None or (at_edge and not (peer.proven or peer.took(top))):
                 peer.begin()
         now = self.clock()
-        taking = self.newcomers("syncing", "loading")
+        taking = self.awaited("syncing", "loading")
         if not taking:
             wanted, followed = bool(self.newcomers("fresh")), bool(self.newcomers("ready"))
             self.admission.release(members, wanted=wanted, followed=followed)
@@ -317,7 +365,7 @@ class Epochs(Roster):
         )
         log.info("dismissed epoch=%s members=%s", before.epoch, sorted(self.alive))
         self.alive = {}
-        self.fenced = True
+        self.fenced, self.over = True, over
         self.begin_newcomers_anew()
         for peer in self.peers.values() if over else members:
             peer.tell(op="dismissed", over=over)
@@ -386,7 +434,7 @@ class Epochs(Roster):
         self.lost, self.left, self.broken_at = [], [], 0.0
         self.rendezvous, self.doubt = Rendezvous(), Doubt()
         self.gathered = {}
-        self.last_contact, self.fenced = self.clock(), False
+        self.last_contact, self.fenced, self.over = self.clock(), False, False
         self.admission.interrupt()
         self.proofs.begin()
         for number, peer in seated.items():

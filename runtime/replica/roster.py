@@ -78,6 +78,7 @@ class Roster(ABC):
         self.started = now
         #: while nobody trains: when each replica, and each kind of standby, came first
         self.gathered: dict[int | str, float] = {}
+        self.ordered: dict[int, float] = {}  # since when each order to get a state is carried out
         self.last_tick = self.last_ping = now
         self.last_word = now  # when anybody was last heard of
         self.excused = False  # members that are away were given time, and are not back
@@ -86,6 +87,7 @@ class Roster(ABC):
         #: trains in it no more, so that the others cannot either
         self.last_contact = now
         self.fenced = not self.record.members
+        self.over = False  # the last members that we dismissed have ended the job
         self.copies_from = now  # not sooner is anybody asked for a copy while nobody trains
         self.ended: set[str] = set()  # placements whose process has ended, by an agent's word
         self.stirred = asyncio.Event()  # something was heard, or time has passed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runtime.replica.coordinator import Asked, Coordinator
-from runtime.replica.epochs import GATHER_S, LAG_S, UNWRITTEN_S
+from runtime.replica.epochs import GATHER_S, HUNG_S, LAG_S, UNWRITTEN_S
 from runtime.replica.listening import LEASE_S, PEER_SILENT_S
 from runtime.replica.places import MustEnd
 from tests.runtime.scene import Play, Replica, compare, phase_of
@@ -911,3 +911,132 @@ def test_a_job_begins_again_without_one_that_came_and_cannot_take_the_state(play
     for replica in able:
         replica.say("staged", step=60, digest="later")
     assert unable.heard("sync")[-1]["step"] == 60
+
+
+def test_one_that_hangs_as_it_takes_a_state_keeps_no_later_newcomer_from_it(
+    play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene = play(2)
+    hangs = scene.join(2, "hangs")
+    for member in scene.replicas:
+        member.say("staged", step=9, digest="d")
+    later = scene.join(3, "later")
+    scene.pass_time(HUNG_S - 1.0, hangs, later, *scene.replicas)
+    waiting, freed = later.heard("sync"), len(scene.replicas[0].heard("release"))
+
+    scene.pass_time(2.0, hangs, later, *scene.replicas)
+    scene.bring_level(later, 50)
+    scene.reach_edge(52)
+
+    assert waiting == []
+    assert len(scene.replicas[0].heard("release")) > freed
+    assert scene.members == {0: "p0", 1: "p1", 3: "later"}
+    assert caplog.text.count("hangs replica=2 placement=hangs") == 1
+
+
+def test_one_that_was_only_slow_enters_later_and_has_longer_the_next_time(play: Play) -> None:
+    scene = play(2)
+    slow = scene.join(2, "slow")
+    for member in scene.replicas:
+        member.say("staged", step=9, digest="d")
+    scene.pass_time(HUNG_S + 1.0, slow, *scene.replicas)
+
+    slow.say("again", epoch=0, order=slow.heard("sync")[-1]["order"])
+    scene.pass_time(2.0, slow, *scene.replicas)
+    for member in scene.replicas:
+        member.say("staged", step=50, digest="d")
+    later = scene.join(3, "later")
+    scene.pass_time(HUNG_S + 1.0, slow, later, *scene.replicas)
+    waiting = later.heard("sync")
+    slow.say_ready(50)
+    scene.witness(51)
+    slow.say_proved(51)
+    slow.say("caught_up", step=51)
+    scene.reach_edge(52)
+
+    assert waiting == []
+    assert scene.members == {0: "p0", 1: "p1", 2: "slow"}
+
+
+def test_a_job_begins_again_without_one_that_hangs_as_it_takes_the_newest_state(
+    play: Play,
+) -> None:
+    scene = play(3)
+    for replica in scene.replicas:
+        scene.end(replica, 0)
+    newest, other, hangs = there = [scene.join(number, f"n{number}") for number in range(3)]
+    for replica, step in ((newest, 50), (other, 50), (hangs, 40)):
+        replica.say_ready(step)
+    for replica in (newest, other):
+        replica.say("staged", step=50, digest="d")
+    scene.pass_time(HUNG_S - 1.0, *there)
+    before = scene.epoch
+
+    scene.pass_time(2.0, *there)
+
+    assert before == 1
+    assert scene.members == {0: "n0", 1: "n1"}
+
+
+def test_one_that_may_hold_the_newest_state_is_waited_for_and_a_person_is_told(
+    play: Play,
+) -> None:
+    scene = play(3)
+    for replica in scene.replicas:
+        scene.end(replica, 0)
+    able, other, hangs = there = [scene.join(number, f"n{number}") for number in range(3)]
+    for replica in (able, other):
+        replica.say_ready(50)
+
+    scene.pass_time(HUNG_S + 1.0, *there)
+    waiting = scene.epoch
+    hangs.say_ready(60)
+    for replica in (hangs, able, other):
+        replica.say("staged", step=60, digest="d")
+    for replica in (able, other):
+        replica.say_ready(60)
+
+    assert waiting == 1
+    assert [told["text"] for told in able.heard("undecided")] == [
+        "all wait for replica 2 (n2), which has loaded its state for long and may hold the "
+        "newest: end its process if it hangs"
+    ]
+    assert scene.members == {0: "n0", 1: "n1", 2: "n2"}
+
+
+def test_members_of_the_last_epoch_wait_for_no_successor_that_hangs(play: Play) -> None:
+    """Whoever was started anew has nothing that they lack."""
+    scene = play(3)
+    scene.end(scene.replicas[2], 2)
+    hangs = scene.join(2, "hangs")
+    back = []
+    for number in range(2):
+        scene.end(scene.replicas[number], number)
+        back.append(scene.join(number, f"p{number}", epoch=1, step=50))
+    for replica in back:
+        replica.say_ready(50)
+
+    scene.pass_time(HUNG_S + 1.0, hangs, *back)
+
+    assert scene.members == {0: "p0", 1: "p1"}
+
+
+def test_who_was_started_before_a_job_was_over_and_comes_after_does_not_go_on_alone(
+    play: Play,
+) -> None:
+    scene = play(2)
+    for member in scene.replicas:
+        say_report(member, 40, leaving=True, over=True)
+        member.say("goodbye")
+    ended = scene.epoch
+    alone = scene.join(1, "successor")
+    alone.say_ready(40)
+    scene.pass_time(2 * GATHER_S, alone)
+    waiting = scene.epoch
+
+    other = scene.join(0, "by hand")
+    other.say_ready(40)
+    scene.pass_time(0.2, alone, other)
+
+    assert waiting == ended
+    assert scene.members == {0: "by hand", 1: "successor"}
