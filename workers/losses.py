@@ -91,7 +91,8 @@ def first_of(
 def _words_of(placement: Placement) -> tuple[int, float]:
     """How many of its ranks said why they ended, and when the first word of its end came."""
     told = Signal.objects.filter(placement_id=placement.pk)
-    why = told.filter(kind=SignalKind.JOB_TROUBLE, data__kind="exception")
+    own = told.filter(job_id=placement.replica.job_id)  # no other job speaks for it
+    why = own.filter(kind=SignalKind.JOB_TROUBLE, data__kind="exception")
     ends = told.filter(kind=SignalKind.PROCESS_EXITED)
     first = (why | ends).order_by("observed_at").first()
     said = why.values("data__rank").distinct().count()
@@ -192,7 +193,11 @@ def _peers_miss_it(placement: Placement) -> bool:
     """
     if placement.successors.filter(warm=True, standby=False).exists():
         return True  # a warm spare has its place
-    lost = Signal.objects.filter(kind=SignalKind.PEER_LOST, placement_id=placement.pk)
+    lost = Signal.objects.filter(
+        kind=SignalKind.PEER_LOST,
+        placement_id=placement.pk,
+        job_id=placement.replica.job_id,
+    )
     newest = lost.order_by("-observed_at").first()
     if newest is None:
         return False

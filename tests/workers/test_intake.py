@@ -14,7 +14,7 @@ from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
 from tests.factories import JobFactory, NodeFactory, PlacementFactory, ReplicaFactory, SignalFactory
-from workers import intake
+from workers import intake, losses
 from workers.intake.silence import node_went_silent
 
 pytestmark = pytest.mark.django_db
@@ -65,6 +65,15 @@ def test_peers_agent_and_lease_speak_of_one_incident(placement: Placement) -> No
     assert incident.replica == 2
     assert incident.timeline.filter(kind="signal").count() == 3
     assert PlaybookRun.objects.get().playbook == "replica-lost"
+
+
+def test_another_job_s_word_is_no_loss_of_a_process(placement: Placement) -> None:
+    told = peer_lost(placement)
+    Signal.objects.filter(pk=told.pk).update(job_id=JobFactory().pk)
+    intake.triage_signals()
+
+    assert not Incident.objects.exists()
+    assert not losses.told_gone(placement)
 
 
 def test_the_incident_began_when_the_first_observer_saw_it(placement: Placement) -> None:

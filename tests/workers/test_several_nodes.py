@@ -19,6 +19,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.actions import record_signal
 from controlplane.health.choices import SignalKind
+from controlplane.health.models import Signal
 from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
@@ -30,7 +31,7 @@ from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
 from node_agent import wire
 from runtime import client
-from tests.factories import CheckpointFactory, PlacementFactory, ProgressSampleFactory
+from tests.factories import CheckpointFactory, JobFactory, PlacementFactory, ProgressSampleFactory
 from tests.workers.moving import PERSON, committed, no_spare, state, told_by
 from tests.workers.world import (
     XID_79,
@@ -278,6 +279,15 @@ def test_a_killed_rank_is_one_incident_of_its_node(world: World, node_rank: int)
     assert incident.title == f"{world.job.name} lost replica 0 on node-{node_rank}: process-exited"
     assert incident.node == world.placements[node_rank].node
     assert PlaybookRun.objects.filter(playbook=LOSS).count() == 1
+
+
+def test_another_job_s_words_do_not_say_which_node_s_rank_ended_first(world: World) -> None:
+    killed = world.placements[0]
+    lost_a_peer(killed, 4, 5, 6)
+    Signal.objects.filter(placement_id=killed.pk).update(job_id=JobFactory().pk)
+    ended_by(world, killed)
+
+    assert Incident.objects.get().node == killed.node
 
 
 def test_all_are_started_anew_where_they_were(world: World) -> None:

@@ -26,11 +26,10 @@ log = structlog.get_logger(__name__)
 
 def replica_was_lost(signal: Signal) -> None:
     """A peer or the agent says that a replica's process is gone."""
-    placement = (
-        Placement.objects.select_related("replica__job", "node")
-        .filter(pk=signal.placement_id)
-        .first()
-    ) or _present_placement(signal)
+    named = Placement.objects.select_related("replica__job", "node").filter(pk=signal.placement_id)
+    if signal.kind == SignalKind.PEER_LOST:  # a job's word is of its own processes only
+        named = named.filter(replica__job=signal.job_id)
+    placement = named.first() or _present_placement(signal)
     if placement is None:
         log.info("intake.no_such_placement", signal=signal.pk)
         return

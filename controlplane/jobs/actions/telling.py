@@ -67,12 +67,14 @@ def record_runtime_batch(
 ) -> client.Reply:
     """Keep what one rank told. Each message has a natural key: telling it again changes nothing.
 
-    Raises Refused where its clock is so wrong that no time can be made of what it says.
+    Raises Refused where its clock is so wrong that no time can be made of what it says, or where
+    it tells of a process of another job.
     """
     if not messages:  # it asks only for orders, as each replica does: that takes no lock
         return _reply(Job.objects.get(pk=job_id))
     # One job's batches take turns, so that the ledger's end is read and moved by one at a time.
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
+    _refuse_those_of_others(job, batch, messages)
     for told in messages:
         message = _by_our_clock(batch, told)
         if isinstance(message, client.Hello):
@@ -96,6 +98,16 @@ def record_runtime_batch(
     # Who tells of progress says when all save, and may hear of no save itself.
     asks = any(isinstance(one, client.CheckpointSaved | client.Progress) for one in messages)
     return _reply(job, recent_rate(job.cluster_id) if asks else None)
+
+
+def _refuse_those_of_others(job: Job, batch: client.Batch, messages: list[client.Message]) -> None:
+    """A job's token speaks for its own processes: a rank or a node ends by what is told of it."""
+    named = {one.placement for one in messages if isinstance(one, client.PeerLost)}
+    if any(isinstance(one, client.Trouble) for one in messages):
+        named.add(batch.placement)
+    named.discard("")
+    if named and Placement.objects.filter(pk__in=named).exclude(replica__job=job).exists():
+        raise Refused(422, "invalid_field", "placement", "name a process of this job, or none")
 
 
 def _reply(job: Job, failures_per_node_day: float | None = None) -> client.Reply:

@@ -11,6 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
+from controlplane.errors import Refused
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.jobs import actions, durability, selectors
@@ -141,6 +142,44 @@ def test_a_message_told_twice_stands_once(placement: Placement) -> None:
     assert LedgerRange.objects.count() == 1
     assert Signal.objects.count() == 1
     assert Interruption.objects.count() == 1
+
+
+def test_a_job_cannot_tell_of_the_loss_of_another_job_s_process(placement: Placement) -> None:
+    other = PlacementFactory()
+    lost = client.PeerLost(epoch=1, replica=3, placement=other.pk, step=4, at=5.0, how="reset")
+
+    with pytest.raises(Refused) as refused:
+        tell(placement, lost)
+
+    assert (refused.value.status, refused.value.field) == (422, "placement")
+    assert not Signal.objects.exists()
+
+
+def test_a_job_cannot_tell_of_trouble_in_another_job_s_process(placement: Placement) -> None:
+    batch = client.Batch(
+        job=placement.replica.job_id,
+        replica=0,
+        rank=0,
+        placement=PlacementFactory().pk,
+        sent_at=time.time(),
+        messages=[],
+    )
+    trouble = client.Trouble(kind="exception", text="", subject="", at=time.time())
+
+    with pytest.raises(Refused) as refused:
+        actions.record_runtime_batch(batch.job, batch, [trouble])
+
+    assert (refused.value.status, refused.value.field) == (422, "placement")
+    assert not Signal.objects.exists()
+
+
+def test_the_loss_of_a_process_that_ended_before_is_taken(placement: Placement) -> None:
+    past = PlacementFactory(replica=placement.replica, state=PlacementState.ENDED)
+    tell(
+        placement,
+        client.PeerLost(epoch=1, replica=0, placement=past.pk, step=4, at=5.0, how="reset"),
+    )
+    assert Signal.objects.get().placement_id == past.pk
 
 
 def test_who_entered_is_looked_up_at_once_however_many_they_are(placement: Placement) -> None:
