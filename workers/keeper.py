@@ -18,6 +18,7 @@ import msgspec
 import redis
 import structlog
 from django.conf import settings
+from django.contrib.sessions.models import Session
 from django.db import InterfaceError, InternalError, OperationalError, connection
 from django.utils import timezone
 
@@ -149,6 +150,8 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         partial(jobs.expire_reservations, now),
         partial(forget_old_answers, now),
         partial(_forget_orders, now),
+        partial(jobs.forget_directives, now),
+        partial(_forget_sessions, now),
         partial(jobs.thin_progress, now),
         partial(_chain_audit, memory),
     ):
@@ -160,6 +163,10 @@ def keep(client: redis.Redis, memory: Memory) -> None:
 def _forget_orders(now: datetime) -> int:
     unfinished = PlaybookStep.objects.filter(run__state__in=sorted(RUN_UNFINISHED))
     return fleet.forget_commands(now, unfinished.values_list("pk", flat=True))
+
+
+def _forget_sessions(now: datetime) -> int:
+    return Session.objects.filter(expire_date__lt=now).delete()[0]
 
 
 def _do(chore: Callable[[], object]) -> None:

@@ -146,7 +146,7 @@ class Service:
         authentication.verify_job_token(job_id, token)
         batch, messages = decoding.decode_batch(body)
         reply = await self._writer.submit(
-            lambda: _record_batch(batch, messages), len(body), "runtime"
+            lambda: _record_batch(batch, messages), len(body), "runtime", job_id
         )
         return accepted(reply)
 

@@ -65,10 +65,11 @@ class _Item:
     future: asyncio.Future[Any]
     size: int
     kind: str
+    job: str
 
 
 class Writer:
-    """Runs writes in order, many to a transaction."""
+    """Runs writes, many to a transaction: those of one job, and those of none, in their order."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -85,11 +86,13 @@ class Writer:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    async def submit(self, write: Callable[[], T], size: int = 0, kind: str = "") -> T:
+    async def submit(
+        self, write: Callable[[], T], size: int = 0, kind: str = "", job: str = ""
+    ) -> T:
         """Run `write` on the writer's thread and return its value once it is committed.
 
-        `kind` is that of the message, if it is one. Raises Refused: what `write` itself raised, or
-        503 if it is not known to be committed.
+        `kind` is that of the message, if it is one; `job` is the one whose row it locks. Raises
+        Refused: what `write` itself raised, or 503 if it is not known to be committed.
         """
         if (
             self._waiting.total() >= MAX_WAITING
@@ -97,7 +100,7 @@ class Writer:
             or self._waiting_bytes + size > MAX_WAITING_BYTES
         ):
             raise unavailable("too much is waiting to be written; keep this and send it again")
-        item = _Item(write, self._loop.create_future(), size, kind)
+        item = _Item(write, self._loop.create_future(), size, kind, job)
         self._waiting[kind] += 1
         self._waiting_bytes += size
         self._queue.put(item)
@@ -118,6 +121,8 @@ class Writer:
         open_ = True
         while open_:
             batch, open_ = self._gather()
+            # Two processes that lock rows of the same jobs never wait for each other in a circle.
+            batch.sort(key=lambda item: item.job)
             with metrics.COMMITS.time():
                 outcomes, hooks = _commit(batch)
             self._loop.call_soon_threadsafe(self._settle, batch, outcomes)

@@ -29,6 +29,7 @@ UNAUDITED = {
     "fleet.call_back_commands": "the step that calls back says so; its command rows say when",
     "fleet.expire_commands": "a deadline that the order had named",
     "fleet.forget_commands": "orders that had their end a month ago; that they were given stays",
+    "jobs.forget_directives": "orders to jobs that expired a day ago; that they were given stays",
     # Observations: kept verbatim as rows of their own, never changed.
     "health.record_signal": "a signal is its own record",
     "health.record_failure": "a failure is its own record, with the signals it was made of",

@@ -14,6 +14,7 @@ from unittest.mock import Mock, patch
 import pytest
 import redis
 from django.conf import settings
+from django.contrib.sessions.models import Session
 from django.db import InterfaceError, OperationalError, connection, transaction
 from django.utils import timezone
 from pytest_django import Settings
@@ -30,8 +31,10 @@ from controlplane.health.models import NodeSample, Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import Incident, PlaybookRun
+from controlplane.jobs.models import Directive
 from node_agent import wire
 from tests.factories import (
+    DirectiveFactory,
     GpuFactory,
     IncidentFactory,
     JobFactory,
@@ -828,3 +831,19 @@ def test_a_session_that_is_lost_over_a_finding_ends_the_pass(
         pytest.raises(InterfaceError, match="session was lost"),
     ):
         keeper.keep(beats, memory)
+
+
+def test_orders_to_jobs_and_sessions_that_expired_are_forgotten(
+    beats: redis.Redis, memory: keeper.Memory
+) -> None:
+    now = timezone.now()
+    for days in (2, 0.5, -1):
+        DirectiveFactory(expires_at=now - timedelta(days=days))
+    for days in (1, -1):
+        Session.objects.create(session_key=f"{days}", expire_date=now - timedelta(days=days))
+
+    keeper.keep(beats, memory)
+
+    left = Directive.objects.order_by("expires_at").values_list("expires_at", flat=True)
+    assert [round((now - at) / timedelta(days=1), 1) for at in left] == [0.5, -1.0]
+    assert [one.session_key for one in Session.objects.all()] == ["-1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from django.db.models import QuerySet
@@ -31,6 +31,8 @@ from node_agent import wire
 
 #: How long a job's processes may take to hear that they are to stop: also where a node is silent.
 STOP_TTL_S = 24 * 3600
+#: So long an order to a job is kept after nobody obeys it any more.
+EXPIRED_KEPT = timedelta(days=1)
 #: What most nodes have.
 GPUS_PER_NODE = 8
 
@@ -286,6 +288,12 @@ def direct(
         reason=reason,
     )
     return directive
+
+
+def forget_directives(now: datetime) -> int:
+    """Delete orders to jobs that expired a day ago: nobody obeys them any more, and each message
+    of a job looks through its own. Returns how many rows went."""
+    return Directive.objects.filter(expires_at__lt=now - EXPIRED_KEPT).delete()[0]
 
 
 @change()
