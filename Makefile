@@ -1,6 +1,6 @@
 # Thin: each target is a line or two that a person could type.
 #   make up                    the whole product on this machine, at http://127.0.0.1:8000
-#   make up NODES=12 PORT=9000 with more simulated nodes, on another port
+#   make up NODES=12 PORT=9000 INGEST_PORT=9001 with more simulated nodes, on other ports
 
 NODES ?= 8
 PORT ?= 8000

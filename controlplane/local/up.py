@@ -275,7 +275,7 @@ def _greet(options: Options, *, whole: bool) -> None:
         f"  log in as      admin\n"
         f"  password       {shown}\n\n"
         "  Now break something, in another terminal, and watch it being mended:\n"
-        "                 python manage.py scenario kill-process\n\n"
+        "                 .venv/bin/python manage.py scenario kill-process\n\n"
         "  Ctrl-C stops everything and keeps the data; `make up` goes on from there.\n",
     )
     if whole and options.ready_file is not None:

@@ -45,7 +45,7 @@ PLAYBOOK = Playbook(
             title="Let it take work",
             act=admit,
             effect=Effect.IDEMPOTENT,
-            prose="Mark it available.",
+            prose="Cancel this run, then Return on the node's page.",
             undo="Quarantine it.",
         ),
     ),

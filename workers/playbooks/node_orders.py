@@ -205,7 +205,7 @@ _RETURN = StepDefinition(
     title="Return it to service",
     act=node_steps.return_to_service,
     effect=Effect.IDEMPOTENT,
-    prose="Mark it available.",
+    prose="Cancel this run, then Return on the node's page.",
     undo="Quarantine it.",
 )
 

@@ -348,7 +348,7 @@ PLAYBOOK = Playbook(
             title="Return it as a spare",
             act=return_whole,
             effect=Effect.IDEMPOTENT,
-            prose="Mark it available and a spare.",
+            prose="Cancel this run, then Return and Make it a spare on the node's page.",
             undo="Quarantine it.",
         ),
     ),

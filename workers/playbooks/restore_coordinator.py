@@ -90,15 +90,17 @@ PLAYBOOK = Playbook(
             act=await_node,
             effect=Effect.NONE,
             timeout_s=3600,
-            prose="The node's own repair brings it back; follow that run.",
+            prose="Follow the run that repairs the node. If it does not come back, end the job's "
+            "ranks and start the job anew: see docs/playbooks.md.",
         ),
         StepDefinition(
             key="start",
             title="Start it where it was",
             act=start,
             effect=Effect.FENCED,
-            prose="Start `python -m runtime.replica.coordinator` on the same node and port, with "
-            "the job's state folder, so that the ranks find it by the address they know.",
+            prose="With the job's DRYDOCK_TOKEN set, start `python -m runtime.replica.coordinator "
+            "--job JOB --state-dir SHARED_DIR/JOB/coordinator --listen ADDRESS:PORT` on the same "
+            "node and port, so that the ranks find it by the address they know.",
             undo="Stop the process.",
         ),
     ),

@@ -18,9 +18,15 @@ class Command(BaseCommand):
     requires_system_checks = []
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--nodes", type=int, default=int(os.environ.get("NODES", "8")))
-        parser.add_argument("--port", type=int, default=_port("DRYDOCK_PORT", 8000))
-        parser.add_argument("--ingest-port", type=int, default=_port("DRYDOCK_INGEST_PORT", 8001))
+        parser.add_argument(
+            "--nodes", type=int, default=int(os.environ.get("NODES", "8")), help="simulated (8)"
+        )
+        parser.add_argument(
+            "--port", type=int, default=_port("DRYDOCK_PORT", 8000), help="of pages (8000)"
+        )
+        parser.add_argument(
+            "--ingest-port", type=int, default=_port("DRYDOCK_INGEST_PORT", 8001), help="for agents"
+        )
         parser.add_argument("--home", type=Path, help="where data goes (default: .drydock)")
         parser.add_argument("--no-fleet", action="store_true", help="the control plane only")
         parser.add_argument("--no-job", action="store_true", help="no demo training job")
