@@ -31,6 +31,7 @@ from controlplane.incidents.choices import (
     StepState,
 )
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
+from controlplane.incidents.selectors import waits_for_hands
 from workers import guards, intake
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import (
@@ -112,10 +113,6 @@ def take_step(owner: str) -> int:
     if step.state == StepState.RUNNING:  # the guards may have refused it
         outcome = _act(step)
         _apply(step, outcome)
-    elif step.run.finished_at is not None and step.run.incident_id is not None:
-        # It was only shown. Not in the same transaction: its incident is locked before the run.
-        words = f"{step.run.title}: {step.outcome}"
-        incidents.settle(SYSTEM, step.run.incident_id, words, mended=False)
     return 1
 
 
@@ -365,8 +362,8 @@ def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: da
             # The rows must say "finished" before the incident asks whether anything is at work.
             step.save()
             run.save()
-            words = f"{run.title}: {outcome.text}"
-            incidents.settle(SYSTEM, run.incident.pk, words, mended=True)
+            if not waits_for_hands(run.incident):
+                incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
         return
     upcoming = following.order_by("position")[:1].get()
     run.state = RunState.RUNNING
@@ -459,8 +456,7 @@ def _let_go(step: PlaybookStep, verdict: guards.Verdict, now: datetime) -> bool:
 
 
 def _only_shown(run: PlaybookRun, step: PlaybookStep, now: datetime) -> None:
-    """A dry run ends at its first disruptive step. Nothing was done: of its incident only what was
-    lost and is back can be over, see `take_step`."""
+    """A dry run ends at its first disruptive step. Its incident stays open: nothing was done."""
     step.state = StepState.SKIPPED
     step.finished_at = now
     step.wake_at = None

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from controlplane.accounts.choices import ActorKind
-from controlplane.accounts.models import SYSTEM, Actor, AuditEvent
+from controlplane.accounts.models import SYSTEM, AuditEvent
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState, Rung
 from controlplane.fleet.models import Command, Gpu, Node
@@ -24,9 +23,8 @@ from controlplane.health.choices import SignalKind
 from controlplane.health.models import Failure
 from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits, pricing
-from controlplane.incidents.actions.ending import end_job
-from controlplane.incidents.choices import ApprovalState, IncidentState, Mode, RunState
-from controlplane.incidents.models import Approval, Incident, PlaybookRun
+from controlplane.incidents.choices import IncidentState, RunState
+from controlplane.incidents.models import Incident, PlaybookRun
 from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from tests.factories import (
@@ -39,23 +37,10 @@ from tests.factories import (
     RackFactory,
     ReplicaFactory,
 )
-from tests.workers.world import (
-    HEALTHY,
-    World,
-    answer,
-    drain,
-    mend,
-    quarantine,
-    rejoin,
-    reset_and_watched,
-    run_of,
-    soaked,
-)
+from tests.workers.world import World, answer, drain, rejoin, reset_and_watched
 from workers import engine, intake
-from workers.playbooks import PLAYBOOKS
 
 pytestmark = pytest.mark.django_db
-PERSON = Actor(ActorKind.USER, "1")
 
 PCI = "NVRM: Xid (PCI:0000:1b:00):"
 XID_31 = f"{PCI} 31, pid=7, name=python3, Ch 0000000d, intr 0. MMU Fault"
@@ -152,123 +137,6 @@ def test_not_all_are_back_where_nobody_brings_one_back(world: World) -> None:
 
     assert runs.get(context__replica=1).state == RunState.SUCCEEDED
     assert Incident.objects.get().restored_at is None
-    assert Incident.objects.get().unresolved
-
-
-# --- when it is over ------------------------------------------------------------------------------
-
-
-def asked_to_sign(world: World) -> Approval:
-    """A card of replica 1 is to be reset once somebody signs; the replica has died meanwhile."""
-    incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
-    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.APPROVE, "we look first")
-    lost = world.placements[1]
-    world.kernel_says(lost.node, XID_95)
-    world.kill(lost)
-    drain()
-    return Approval.objects.get(state=ApprovalState.WAITING)
-
-
-def is_rejected(world: World, asked: Approval) -> None:
-    incidents.reject(PERSON, asked.pk, "not like this")
-
-
-def is_called_off(world: World, asked: Approval) -> None:
-    incidents.call_off(PERSON, asked.run_id, "not like this")
-
-
-def is_only_shown(world: World, asked: Approval) -> None:
-    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.DRY_RUN, "we look")
-    drain()
-
-
-def the_replica_is_back(world: World, asked: Approval) -> None:
-    mend(world, 1)
-
-
-@pytest.mark.parametrize("comes_to_nothing", [is_rejected, is_called_off, is_only_shown])
-@pytest.mark.parametrize("back_first", [True, False])
-def test_an_incident_ends_once_its_replica_is_back_and_its_repair_over_in_either_order(
-    world: World,
-    comes_to_nothing: Callable[[World, Approval], None],
-    back_first: bool,
-) -> None:
-    asked = asked_to_sign(world)
-    events = sorted([comes_to_nothing, the_replica_is_back], key=_is_back, reverse=back_first)
-    events[0](world, asked)
-    before = Incident.objects.get().unresolved
-    events[1](world, asked)
-
-    assert before
-    assert Incident.objects.get().state == IncidentState.RESOLVED
-
-
-def _is_back(event: Callable[[World, Approval], None]) -> bool:
-    return event is the_replica_is_back
-
-
-@pytest.mark.parametrize("comes_to_nothing", [is_rejected, is_called_off, is_only_shown])
-def test_an_incident_of_a_node_whose_repair_came_to_nothing_stays_open(
-    world: World, comes_to_nothing: Callable[[World, Approval], None]
-) -> None:
-    incidents.publish_playbooks([playbook.as_row() for playbook in PLAYBOOKS.values()])
-    incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.APPROVE, "we look first")
-    world.kernel_says(world.spares[0], XID_95)
-    drain()
-    comes_to_nothing(world, Approval.objects.get(state=ApprovalState.WAITING))
-
-    assert run_of("repair-node").state in (RunState.CANCELLED, RunState.SUCCEEDED)
-    assert Incident.objects.get().unresolved
-
-
-def test_an_incident_of_a_job_that_was_ended_is_over_with_its_repair(world: World) -> None:
-    asked = asked_to_sign(world)
-    end_job(PERSON, world.job.pk, "enough")
-    before = Incident.objects.get().unresolved
-    incidents.reject(PERSON, asked.pk, "nobody needs it")
-
-    assert before
-    assert Incident.objects.get().state == IncidentState.RESOLVED
-
-
-def emptied_and_watched(world: World) -> Node:
-    """The node of replica 1 was emptied for its card, which is reset and watched by now."""
-    node = world.placements[1].node
-    world.kernel_says(node, XID_95)
-    quarantine(world, node)
-    answer("reset_gpus", reset=[world.card_of(node).uuid])
-    drain()
-    answer("diagnose", **HEALTHY)
-    drain()
-    return node
-
-
-def test_an_incident_does_not_end_with_its_repair_while_nobody_brings_its_replica_back(
-    world: World,
-) -> None:
-    node = emptied_and_watched(world)
-    incidents.call_off(PERSON, run_of("replica-lost").pk, "not today")
-    soaked()
-    drain()
-
-    node.refresh_from_db()
-    assert (node.state, run_of("repair-node").state) == (NodeState.AVAILABLE, RunState.SUCCEEDED)
-    assert Incident.objects.get().unresolved
-
-
-def test_an_incident_ends_with_its_repair_where_its_replica_came_back_otherwise(
-    world: World,
-) -> None:
-    emptied_and_watched(world)
-    incidents.call_off(PERSON, run_of("replica-lost").pk, "its scheduler does it")
-    PlacementFactory(replica=world.placements[1].replica, node=world.spares[1])
-    soaked()
-    drain()
-
-    assert Incident.objects.get().state == IncidentState.RESOLVED
-
-
-# --- what is lost one after the other -------------------------------------------------------------
 
 
 def test_all_are_back_once_the_last_one_is_known_to_train_on(world: World) -> None:

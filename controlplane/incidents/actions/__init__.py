@@ -24,7 +24,6 @@ from controlplane.incidents.actions.incidents import (
     set_cause,
     set_mitigated,
     set_restored,
-    settle,
     tell,
 )
 from controlplane.incidents.actions.merging import (
@@ -116,7 +115,6 @@ __all__ = [
     "set_mitigated",
     "set_mode",
     "set_restored",
-    "settle",
     "share_cause",
     "start_job",
     "start_registered",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from django.db.models import Max, QuerySet
+from django.db.models import Max
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
@@ -29,13 +29,8 @@ from controlplane.incidents.models import (
     PlaybookRun,
     TimelineEntry,
 )
-from controlplane.incidents.selectors import waits_for_hands
-from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
-from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
+from controlplane.jobs.models import Placement
 from workers.triage import ACTIONS
-
-#: The playbook whose runs say which replicas an incident is about.
-LOSS = "replica-lost"
 
 
 @change()
@@ -166,10 +161,12 @@ def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
 def set_restored(run: PlaybookRun) -> None:
     """Note when the job had all its replicas again, and what the time between cost: `run` brought
     one back, or found it there. Nothing while another one that the incident is about is away."""
-    others = _last_losses(str(run.incident_id)).exclude(subject=run.subject)
-    if any(state != RunState.SUCCEEDED for state in others.values_list("state", flat=True)):
+    losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=run.playbook)
+    others = losses.exclude(subject=run.subject)
+    # Of a replica that was lost twice the last one counts.
+    last = others.order_by("subject", "-created_at").distinct("subject")
+    if any(state != RunState.SUCCEEDED for state in last.values_list("state", flat=True)):
         return
-    losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=LOSS)
     back = [
         placement
         for context in losses.values_list("context", flat=True)
@@ -179,21 +176,6 @@ def set_restored(run: PlaybookRun) -> None:
     if at is not None:
         Incident.objects.filter(pk=run.incident_id).update(restored_at=at)
         _price(str(run.incident_id), at)
-
-
-@change()
-def settle(actor: Actor, incident_id: str, reason: str, *, mended: bool) -> None:
-    """Resolve an incident, now that a run of it is over, if nothing of it is at work or left to
-    people and nobody misses a replica that it is about.
-
-    `mended`: the run did what it was for. Where it did not, an incident that lost no replica, and
-    whose job goes on, stays open: nothing was done about it.
-    """
-    incident = Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
-    losses = list(_last_losses(incident_id))
-    over = mended or bool(losses) or _has_ended(incident.job)
-    if over and not waits_for_hands(incident) and not any(map(_is_missed, losses)):
-        resolve(actor, incident_id, reason)
 
 
 @change()
@@ -302,36 +284,6 @@ def save_postmortem(actor: Actor, incident_id: str, text: str, *, edited: str) -
         after={"text": text},
     )
     touch(incident.cluster_id)
-
-
-def _last_losses(incident_id: str) -> QuerySet[PlaybookRun]:
-    """Of each replica that the incident is about the run that was to bring it back: the last one,
-    of one that was lost twice."""
-    losses = PlaybookRun.objects.filter(incident=incident_id, playbook=LOSS)
-    return losses.order_by("subject", "-created_at").distinct("subject")
-
-
-def _is_missed(loss: PlaybookRun) -> bool:
-    """Whether the replica that this run was to bring back is away: neither the run did, nor, as far
-    as is known, anybody else since."""
-    if loss.state == RunState.SUCCEEDED or _has_ended(loss.job):
-        return False
-    starts = PlaybookRun.objects.filter(
-        playbook="start-job", job=loss.job_id, created_at__gt=loss.created_at
-    )
-    back = Placement.objects.filter(
-        IN_ITS_PLACE,
-        replica__job=loss.job_id,
-        replica__index=loss.context["replica"],
-        joined_at__gt=loss.created_at,
-    ).exclude(state=PlacementState.ENDED)
-    # What the run knows of was lost in its turn.
-    return not starts.exists() and not back.exclude(pk=loss.context["lost_placement"]).exists()
-
-
-def _has_ended(job: Job | None) -> bool:
-    """Whether nobody is to bring back what it lost."""
-    return job is not None and job.state not in JOB_ACTIVE
 
 
 def _outranks(one: Failure, other: Failure) -> bool:

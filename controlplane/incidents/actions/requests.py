@@ -19,7 +19,7 @@ from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Signal
 from controlplane.ids import new_id
-from controlplane.incidents.actions.incidents import LOSS, resolve, settle
+from controlplane.incidents.actions.incidents import resolve
 from controlplane.incidents.actions.merging import (
     incident_of_replica,
     merge_into,
@@ -42,6 +42,7 @@ from controlplane.incidents.models import (
 from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
 from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
+from controlplane.incidents.selectors import waits_for_hands
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placement, Replica
@@ -169,8 +170,7 @@ def _way_of(actor: Actor, move: Move, reason: str) -> dict[str, Any]:
 @change()
 def call_off(actor: Actor, run_id: str, reason: str) -> None:
     """A person stops a run where it stands, see `cancel_run`. What it had killed in order to empty
-    its node, or ended in order to move it, is brought back by a run of its own. Its incident is
-    over if it was all that was left of it.
+    its node, or ended in order to move it, is brought back by a run of its own.
 
     Raises Conflict if it is finished, or while what it does to a job that lives as one cannot be
     stopped: nobody keeps two processes of such a job apart.
@@ -181,9 +181,6 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
         cancel_run(actor, run_id, reason)
         for placement in _stopped_on(run.node_id):
             bring_back_stopped(placement, timezone.now(), automation)
-        if run.incident_id is not None:
-            why = f"“{run.title}” was called off: {reason}"
-            settle(actor, run.incident_id, why, mended=False)
         return
     before = _ended_for_move(run)
     cancel_run(actor, run_id, reason)
@@ -324,9 +321,8 @@ def _let_go_on_within(incident: Incident | None, before: Incident | None, node: 
     if before.subject == f"node/{node.pk}":
         if not before.failures.filter(needed__in=sorted(FOR_PEOPLE)).exists():
             merge_into(incident, [before])
-    else:
-        why = f"the repair of {node.name} goes on in “{incident.title}”"
-        settle(SYSTEM, before.pk, why, mended=True)
+    elif not waits_for_hands(before):
+        resolve(SYSTEM, before.pk, f"the repair of {node.name} goes on in “{incident.title}”")
 
 
 def _news_of_need(before: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -574,7 +570,7 @@ def bring_back_stopped(
     placement: Placement, occurred_at: datetime, actor: Actor = SYSTEM
 ) -> Incident | None:
     """Have a process brought back that ended as ordered. Returns the incident that tells of it, the
-    open one of its replica if its loss is in somebody's hands there.
+    open one of its replica if there is one: that is in somebody's hands.
 
     None if the run that gave the order is there to see to it; one that was called off is not, and
     the only replica of a job has no peer that would miss it.
@@ -588,14 +584,4 @@ def bring_back_stopped(
     if any(lock_run(run_id).state in RUN_UNFINISHED for run_id in list(runs)):
         return None
     there = incident_of_replica(placement.replica.job_id, placement.replica.index)
-    if there is not None and _is_in_hands(placement, there):
-        return there
-    return bring_back(placement, occurred_at, actor, emptied=True)
-
-
-def _is_in_hands(placement: Placement, incident: Incident) -> bool:
-    """Whether the incident brings its replica back, or would have, had not a person called that
-    off: they know of it."""
-    subject = f"{LOSS}/{placement.replica.job_id}/{placement.replica.index}"
-    off = Q(state=RunState.CANCELLED, created_at__gt=placement.created_at)
-    return incident.runs.filter(Q(state__in=RUN_UNFINISHED) | off, subject=subject).exists()
+    return there or bring_back(placement, occurred_at, actor, emptied=True)
