@@ -50,7 +50,10 @@ class Stalls:
         self._after_s = after_s
         self._clock = clock
         self._steps = 0
-        self._usual_s = self._longest_s = 0.0
+        self._usual_s = 0.0
+        #: of parts that count, and of those that do not: an evaluation says nothing of a step
+        self._longest_s = {True: 0.0, False: 0.0}
+        self._counts = True  # of the part under way
         self._since: float | None = None  # the step under way; None: there is none
         self._told_of: float | None = None
         self._training = 0  # the thread's number
@@ -61,7 +64,7 @@ class Stalls:
     def computing(self, *, counts: bool = True) -> Iterator[None]:
         """The calling thread does its part of one step. What it waits for outside, such as other
         replicas, does not count. `counts`: not what follows to a part that was counted."""
-        self._training = threading.get_ident()
+        self._training, self._counts = threading.get_ident(), counts
         self._since = began = self._clock()
         if self._watch.ident is None and self._after_s:
             with contextlib.suppress(RuntimeError):  # no more threads: not worth the training
@@ -93,7 +96,7 @@ class Stalls:
     def _too_long_s(self) -> float:
         if self._steps < FIRST_STEPS:
             return max(FIRST_S, self._after_s)
-        return max(self._after_s, TIMES * self._usual_s, AGAIN * self._longest_s)
+        return max(self._after_s, TIMES * self._usual_s, AGAIN * self._longest_s[self._counts])
 
     def _note(self, began: float, lasted_s: float, counts: bool) -> None:
         if self._told_of == began:
@@ -104,7 +107,7 @@ class Stalls:
         if self._steps <= FIRST_STEPS:
             self._usual_s = lasted_s if counts else self._usual_s
             return
-        self._longest_s = max(self._longest_s, lasted_s)
+        self._longest_s[counts] = max(self._longest_s[counts], lasted_s)
         if not counts:
             return
         self._usual_s += WEIGHT * (min(lasted_s, TIMES * self._usual_s) - self._usual_s)

@@ -218,7 +218,8 @@ class WholeJob:
                 raise
             self._in_step = False
             self.committed += 1
-            self._over = self._at_edge()
+            with self._stalls.computing(counts=False):  # where all wait for one that stands still
+                self._over = self._at_edge()
         self._because = "over" if self.committed + 1 >= count else self._wish
 
     def shards(self) -> Iterator[Shard]:

@@ -112,6 +112,20 @@ def test_an_evaluation_is_told_of_the_first_time_only() -> None:
     assert scene.kinds == ["stalled", "stall_over"]
 
 
+def test_a_long_evaluation_beside_a_step_makes_no_step_that_hangs_look_usual() -> None:
+    scene = Scene(steps=FIRST_STEPS + 1)
+    with scene.stalls.computing(counts=False):
+        scene.now += 2400.0
+        scene.stalls.look()
+    scene.step(61.0)
+    with scene.stalls.computing(counts=False):
+        scene.now += 2400.0
+        scene.stalls.look()
+
+    assert scene.kinds == ["stalled", "stall_over"] * 2
+    assert "has taken 61 s" in scene.told[2][1]
+
+
 def test_who_waits_for_others_is_no_stall() -> None:
     scene = Scene()
     scene.now += 3600.0

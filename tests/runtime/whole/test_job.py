@@ -307,6 +307,27 @@ def test_a_rank_that_hangs_in_a_step_says_where(
     assert "test_job.py" in told["text"]
 
 
+def test_a_rank_that_waits_between_two_steps_for_one_that_stands_still_says_so(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "LOOK_S", 0.05)
+    with alone.start(stalled_after_s=0.5) as whole:
+        steps = whole.steps(NEVER)
+        for _ in range(stalls.FIRST_STEPS + 1):
+            next(steps)
+        meet = whole._ranks.highest
+
+        def wait_for_others(numbers: list[int]) -> list[int]:
+            until(lambda: "stalled" in alone.troubles(), "an engineer is told")
+            return meet(numbers)
+
+        monkeypatch.setattr(whole._ranks, "highest", wait_for_others)
+        next(steps)
+
+    (told,) = [one for one in alone.door.messages("trouble") if one["kind"] == "stalled"]
+    assert "(wait_for_others)" in told["text"]
+
+
 def test_who_has_left_a_step_in_the_middle_makes_no_other(alone: Alone) -> None:
     with alone.start() as left:
         next(left.steps(10))
