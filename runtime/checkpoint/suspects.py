@@ -48,7 +48,7 @@ class Losses:
             return "loss_not_finite", (
                 f"the last {TOO_MANY} losses were no numbers, or the weights are none: no more is "
                 "saved until they are, not at its end either, so that what was saved before stays. "
-                "End the job, and it goes on from that"
+                "Kill all its processes, and it goes on from that; to end the job is final"
             )
         if before >= TOO_MANY and not self.odd:
             return "loss_finite_again", f"after {before} losses that were none it is a number again"
