@@ -73,9 +73,7 @@ class Epochs(Roster):
         if not self.may_train_unseen():
             self.seat_standbys(gathered=waited > GATHER_S)
         patience_s = ABSENT_BROKEN_S if any(map(self.was_member, there)) else GATHER_S
-        # Of a job that is over one may come that was started before its end: only a start of all
-        # goes on with it.
-        late = self.record.epoch > 0 and not self.over and waited > patience_s
+        late = self.record.epoch > 0 and waited > patience_s
         hanging = self.hanging()
         failed = [p for p in there if p.phase == "fresh" and p.refusals >= MAX_FAILED]
         failed += [p for p in hanging if self.holds_no_newer(p, there)]
@@ -365,7 +363,7 @@ class Epochs(Roster):
         )
         log.info("dismissed epoch=%s members=%s", before.epoch, sorted(self.alive))
         self.alive = {}
-        self.fenced, self.over = True, over
+        self.fenced = True
         self.begin_newcomers_anew()
         for peer in self.peers.values() if over else members:
             peer.tell(op="dismissed", over=over)
@@ -434,7 +432,7 @@ class Epochs(Roster):
         self.lost, self.left, self.broken_at = [], [], 0.0
         self.rendezvous, self.doubt = Rendezvous(), Doubt()
         self.gathered = {}
-        self.last_contact, self.fenced, self.over = self.clock(), False, False
+        self.last_contact, self.fenced = self.clock(), False
         self.admission.interrupt()
         self.proofs.begin()
         for number, peer in seated.items():

@@ -87,7 +87,6 @@ class Roster(ABC):
         #: trains in it no more, so that the others cannot either
         self.last_contact = now
         self.fenced = not self.record.members
-        self.over = False  # the last members that we dismissed have ended the job
         self.copies_from = now  # not sooner is anybody asked for a copy while nobody trains
         self.ended: set[str] = set()  # placements whose process has ended, by an agent's word
         self.stirred = asyncio.Event()  # something was heard, or time has passed

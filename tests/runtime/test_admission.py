@@ -1019,24 +1019,3 @@ def test_members_of_the_last_epoch_wait_for_no_successor_that_hangs(play: Play) 
     scene.pass_time(HUNG_S + 1.0, hangs, *back)
 
     assert scene.members == {0: "p0", 1: "p1"}
-
-
-def test_who_was_started_before_a_job_was_over_and_comes_after_does_not_go_on_alone(
-    play: Play,
-) -> None:
-    scene = play(2)
-    for member in scene.replicas:
-        say_report(member, 40, leaving=True, over=True)
-        member.say("goodbye")
-    ended = scene.epoch
-    alone = scene.join(1, "successor")
-    alone.say_ready(40)
-    scene.pass_time(2 * GATHER_S, alone)
-    waiting = scene.epoch
-
-    other = scene.join(0, "by hand")
-    other.say_ready(40)
-    scene.pass_time(0.2, alone, other)
-
-    assert waiting == ended
-    assert scene.members == {0: "by hand", 1: "successor"}
