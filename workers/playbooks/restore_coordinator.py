@@ -90,7 +90,7 @@ PLAYBOOK = Playbook(
             act=await_node,
             effect=Effect.NONE,
             timeout_s=3600,
-            prose="Follow the run that repairs the node. If it does not come back, end the job's "
+            prose="Follow the run that repairs the node. If it does not come back, kill the job's "
             "ranks and start the job anew: see docs/playbooks.md.",
         ),
         StepDefinition(
