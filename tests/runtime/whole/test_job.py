@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -293,14 +295,21 @@ def test_a_step_that_the_loop_was_left_in_is_not_saved_and_that_is_told(
     assert "the loop of step 2 was left in the middle" in caplog.text
 
 
-def test_a_rank_that_hangs_in_a_step_says_where(
-    alone: Alone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stalls, "LOOK_S", 0.05)
+@contextlib.contextmanager
+def past_its_first_steps(alone: Alone) -> Iterator[tuple[runtime.WholeJob, Iterator[int]]]:
+    """A job in whose steps half a second is far too long, in one of them."""
     with alone.start(stalled_after_s=0.5) as whole:
         steps = whole.steps(NEVER)
         for _ in range(stalls.FIRST_STEPS + 1):
             next(steps)
+        yield whole, steps
+
+
+def test_a_rank_that_hangs_in_a_step_says_where(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stalls, "LOOK_S", 0.05)
+    with past_its_first_steps(alone):
         until(lambda: "stalled" in alone.troubles(), "an engineer is told")
 
     (told,) = [one for one in alone.door.messages("trouble") if one["kind"] == "stalled"]
@@ -311,10 +320,7 @@ def test_a_rank_that_waits_between_two_steps_for_one_that_stands_still_says_so(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stalls, "LOOK_S", 0.05)
-    with alone.start(stalled_after_s=0.5) as whole:
-        steps = whole.steps(NEVER)
-        for _ in range(stalls.FIRST_STEPS + 1):
-            next(steps)
+    with past_its_first_steps(alone) as (whole, steps):
         meet = whole._ranks.highest
 
         def wait_for_others(numbers: list[int]) -> list[int]:
