@@ -31,7 +31,6 @@ from controlplane.incidents.choices import (
     StepState,
 )
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
-from controlplane.incidents.selectors import waits_for_hands
 from workers import guards, intake
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import (
@@ -362,8 +361,8 @@ def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: da
             # The rows must say "finished" before the incident asks whether anything is at work.
             step.save()
             run.save()
-            if not waits_for_hands(run.incident):
-                incidents.resolve(SYSTEM, run.incident.pk, f"{run.title}: {outcome.text}")
+            words = f"{run.title}: {outcome.text}"
+            incidents.resolve_if_over(SYSTEM, run.incident.pk, words)
         return
     upcoming = following.order_by("position")[:1].get()
     run.state = RunState.RUNNING

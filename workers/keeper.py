@@ -147,6 +147,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         incidents.keep_warm_spares,
         incidents.finish_endings,
         incidents.bring_back_sent_away,
+        incidents.resolve_losses,
         partial(jobs.expire_reservations, now),
         partial(forget_old_answers, now),
         partial(_forget_orders, now),

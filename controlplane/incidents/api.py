@@ -423,6 +423,14 @@ class Incidents(Resource):
         """
         actions.save_postmortem(actor, incident.pk, order["text"], edited=order["edited"])
 
+    @verb(path="bring-back")
+    def bring_back(self, actor: Actor, incident: Incident, order: dict[str, Any]) -> None:
+        """Have a replica brought back after all whose run was called off
+
+        A conflict if none is away, or while a run brings it back.
+        """
+        actions.bring_back_missed(actor, incident.pk, order["reason"])
+
     @verb()
     def resolve(self, actor: Actor, incident: Incident, order: dict[str, Any]) -> None:
         """Resolve an incident by hand
@@ -518,7 +526,7 @@ class Decisions(Resource):
     cluster_path = "run.cluster_id"
 
     def rows(self) -> QuerySet[PlaybookStep]:
-        told = [*STEP_FINISHED, StepState.FAILED, StepState.NEEDS_OPERATOR]
+        told = [*STEP_FINISHED, StepState.FAILED]
         steps = selectors.steps_for(self.request.user).exclude(outcome="")
         return steps.filter(state__in=told, finished_at__isnull=False)
 

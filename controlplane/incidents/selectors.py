@@ -51,11 +51,15 @@ from controlplane.incidents.models import (
     TimelineEntry,
 )
 from controlplane.incidents.plans import NODE_ORDERS
-from controlplane.jobs.models import Job
+from controlplane.jobs.choices import JOB_ACTIVE, PlacementState
+from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
 from controlplane.jobs.selectors import placeable, placeable_nodes
 from controlplane.paging import Top
 from workers import triage
 
+#: The playbook whose runs say which replicas an incident is about.
+LOSS = "replica-lost"
+_IN_VAIN = (RunState.CANCELLED, RunState.FAILED)
 #: How far back a list may reach, by the word in the address, in seconds.
 WINDOWS: dict[str, tuple[str, float]] = {
     "1h": ("1 h", 3600.0),
@@ -172,7 +176,7 @@ def decisions_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[Playboo
     return (
         PlaybookStep.objects.filter(
             run__cluster__in=clusters_for(user),
-            state__in=[*STEP_FINISHED, StepState.FAILED, StepState.NEEDS_OPERATOR],
+            state__in=[*STEP_FINISHED, StepState.FAILED],
             finished_at__isnull=False,
         )
         .exclude(outcome="")
@@ -198,14 +202,14 @@ class Moment:
 class Ask:
     """What the incident wants from a person: nothing, or the run that waits for one."""
 
-    kind: str  # "nothing", "watch", "sign", "decide", "resume" or "look"
+    kind: str  # "nothing", "watch", "sign", "decide", "resume", "bring-back" or "look"
     text: str
     run: PlaybookRun | None = None
 
     @property
     def waits(self) -> bool:
         """Whether it waits for a person."""
-        return self.kind in ("sign", "decide", "resume", "look")
+        return self.kind in ("sign", "decide", "resume", "bring-back", "look")
 
 
 @dataclass(frozen=True)
@@ -235,6 +239,35 @@ def waits_for_hands(incident: Incident) -> bool:
     if not of_nodes:
         left = left.filter(needed=Action.FIELD_DIAGNOSTIC).exclude(gpu=None)
     return any(not _was_examined(failure) for failure in left)
+
+
+def last_losses(incident_id: str) -> QuerySet[PlaybookRun]:
+    """Of each replica that the incident is about the run that was to bring it back: the last one,
+    of one that was lost twice."""
+    losses = PlaybookRun.objects.filter(incident=incident_id, playbook=LOSS)
+    return losses.order_by("subject", "-created_at").distinct("subject")
+
+
+def missed_losses(incident_id: str) -> list[PlaybookRun]:
+    """Those of replicas that are away and that nobody brings back: neither has the run, nor, as far
+    as is known, anybody else since. None while runs are at work, or once the job is over."""
+    finished = last_losses(incident_id).select_related("job")
+    return [loss for loss in finished if loss.state not in RUN_UNFINISHED and _is_missed(loss)]
+
+
+def _is_missed(loss: PlaybookRun) -> bool:
+    job = loss.job
+    if loss.state == RunState.SUCCEEDED or job is None or job.state not in JOB_ACTIVE:
+        return False
+    training = Placement.objects.filter(
+        IN_ITS_PLACE,
+        replica__job=job,
+        replica__index=loss.context.get("replica"),
+        joined_at__isnull=False,
+    ).exclude(state=PlacementState.ENDED)
+    # What it knows to be lost has not ended before something takes its place.
+    others = training.exclude(pk=loss.context.get("lost_placement", ""))
+    return others.count() < job.nodes_per_replica
 
 
 def _was_examined(failure: Failure) -> bool:
@@ -287,6 +320,12 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
     for run in runs:
         if run.state in RUN_ACTIVE:
             return Ask("watch", f"Nothing now. {_doing(run)}", run)
+    came_to_nothing = [one for one in runs if one.playbook == LOSS and one.state in _IN_VAIN]
+    if came_to_nothing and (missed := missed_losses(incident.pk)):
+        text = "; ".join(
+            f"“{run.title}” {run.get_state_display().lower()}: {run.state_reason}" for run in missed
+        )
+        return Ask("bring-back", f"Nobody brings back what was lost. {text}", missed[0])
     return Ask("look", "No playbook is at work on this. Look at the evidence and act by hand.")
 
 

@@ -515,5 +515,5 @@ def seated(jobs: QuerySet[Job]) -> QuerySet[Job]:
 
 def _present_stays() -> Prefetch[Any, Any, Any]:
     alive = Placement.objects.filter(standby=False).exclude(state=PlacementState.ENDED)
-    by_rank = alive.select_related("node").order_by("node_rank")
+    by_rank = alive.select_related("node").defer("node__report").order_by("node_rank")
     return Prefetch("placements", by_rank, to_attr="present")

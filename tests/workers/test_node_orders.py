@@ -25,7 +25,7 @@ from controlplane.jobs.models import Job, Placement
 from node_agent import wire
 from tests.factories import ApprovalFactory, PlaybookRunFactory, UserFactory
 from tests.workers.moving import commands, no_spare
-from tests.workers.world import HEALTHY, XID_79, World, answer, drain, run_of
+from tests.workers.world import HEALTHY, XID_79, World, answer, drain, run_of, saves_checkpoint
 from workers import engine, intake
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import StepContext
@@ -587,6 +587,32 @@ def test_what_a_run_killed_that_is_called_off_is_brought_back(
 
     assert not before
     assert Incident.objects.get().replica == 0
+    assert run_of("replica-lost").context["lost_placement"] == only_one.pk
+    assert world.placement_of(0).state == PlacementState.STARTING
+
+
+def test_what_a_repair_killed_before_the_fault_and_that_is_called_off_is_brought_back(
+    world: World, only_one: Placement
+) -> None:
+    """The incident of the replica that was to be saved first is open, with nothing in it that
+    would bring the replica back."""
+    world.errors_accelerate(only_one.node)
+    drain()
+    saves_checkpoint(world, tier="shared")
+    drain()
+    repair = run_of("repair-node")
+    told = commands("stop_process")
+    incidents.pause_run(PERSON, repair.pk, "wait")
+    world.exits(only_one, signal=9, requested=True)
+    drain()
+    before = PlaybookRun.objects.filter(playbook="replica-lost").exists()
+
+    incidents.call_off(PERSON, repair.pk, "another time")
+    drain()
+
+    assert told == [wire.StopProcess(placement=only_one.pk, grace_s=0)]
+    assert not before
+    assert Incident.objects.get().unresolved
     assert run_of("replica-lost").context["lost_placement"] == only_one.pk
     assert world.placement_of(0).state == PlacementState.STARTING
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from django.db.models import Max
+from django.db.models import Exists, Max, OuterRef
 from django.utils import timezone
 
 from controlplane.accounts.actions import audit
@@ -29,7 +29,9 @@ from controlplane.incidents.models import (
     PlaybookRun,
     TimelineEntry,
 )
-from controlplane.jobs.models import Placement
+from controlplane.incidents.selectors import LOSS, last_losses, missed_losses, waits_for_hands
+from controlplane.jobs.choices import JOB_ACTIVE
+from controlplane.jobs.models import Job, Placement
 from workers.triage import ACTIONS
 
 
@@ -161,12 +163,10 @@ def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
 def set_restored(run: PlaybookRun) -> None:
     """Note when the job had all its replicas again, and what the time between cost: `run` brought
     one back, or found it there. Nothing while another one that the incident is about is away."""
-    losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=run.playbook)
-    others = losses.exclude(subject=run.subject)
-    # Of a replica that was lost twice the last one counts.
-    last = others.order_by("subject", "-created_at").distinct("subject")
-    if any(state != RunState.SUCCEEDED for state in last.values_list("state", flat=True)):
+    others = last_losses(str(run.incident_id)).exclude(subject=run.subject)
+    if any(state != RunState.SUCCEEDED for state in others.values_list("state", flat=True)):
         return
+    losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=LOSS)
     back = [
         placement
         for context in losses.values_list("context", flat=True)
@@ -196,6 +196,37 @@ def resolve(actor: Actor, incident_id: str, reason: str) -> bool:
     if not incident.postmortem:
         Incident.objects.filter(pk=incident_id).update(postmortem=postmortem.draft(incident))
     return True
+
+
+@change()
+def resolve_if_over(actor: Actor, incident_id: str, reason: str) -> bool:
+    """The same, unless something of it is left to people, or a replica that it is about is missed:
+    who was to bring that back may have been called off."""
+    incident = Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
+    if waits_for_hands(incident) or missed_losses(incident_id):
+        return False
+    return resolve(actor, incident_id, reason)
+
+
+def resolve_losses() -> int:
+    """Resolve the incidents of replicas at which nothing is at work any more and that are all back,
+    or whose job is over: the last run of such a one may have been called off, or only shown, and a
+    replica may have been brought back by whoever has its job. Returns how many; the keeper calls
+    it."""
+    runs = PlaybookRun.objects.filter(incident=OuterRef("pk"))
+    left = Incident.objects.filter(
+        Exists(runs.filter(playbook=LOSS)),
+        ~Exists(runs.filter(state__in=RUN_UNFINISHED)),
+        state__in=INCIDENT_UNRESOLVED,
+    ).select_related("job")
+    return sum(
+        resolve_if_over(
+            SYSTEM,
+            incident.pk,
+            "the job is over" if _is_over(incident.job) else "all its replicas train again",
+        )
+        for incident in list(left)
+    )
 
 
 @change()
@@ -284,6 +315,10 @@ def save_postmortem(actor: Actor, incident_id: str, text: str, *, edited: str) -
         after={"text": text},
     )
     touch(incident.cluster_id)
+
+
+def _is_over(job: Job | None) -> bool:
+    return job is not None and job.state not in JOB_ACTIVE
 
 
 def _outranks(one: Failure, other: Failure) -> bool:

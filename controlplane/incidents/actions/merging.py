@@ -21,6 +21,7 @@ from controlplane.health.models import Failure
 from controlplane.incidents.actions.incidents import open_or_merge, resolve_into, tell
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Severity
 from controlplane.incidents.models import Incident, PlaybookRun, TimelineEntry
+from controlplane.incidents.selectors import LOSS
 from controlplane.jobs.models import Job, Placement
 
 #: Replicas of one job that are lost within this time of the first are one crash of the job.
@@ -28,8 +29,6 @@ TOGETHER = timedelta(seconds=30)
 #: So many nodes of a rack, or of a switch, that show one fault within this time have a cause in
 #: common, if they are a share of SILENCE_SHARE of it.
 MANY, SHARED_WITHIN = 3, timedelta(minutes=3)
-#: The playbook whose runs say which replicas a job's incident is about.
-LOSS = "replica-lost"
 
 
 def incident_of_replica(job_id: str, index: int) -> Incident | None:

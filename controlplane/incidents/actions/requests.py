@@ -19,7 +19,7 @@ from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Signal
 from controlplane.ids import new_id
-from controlplane.incidents.actions.incidents import resolve
+from controlplane.incidents.actions.incidents import resolve, resolve_if_over, tell
 from controlplane.incidents.actions.merging import (
     incident_of_replica,
     merge_into,
@@ -31,6 +31,7 @@ from controlplane.incidents.actions.runs import cancel_run, lock_run, look_again
 from controlplane.incidents.choices import (
     INCIDENT_UNRESOLVED,
     RUN_UNFINISHED,
+    EntryKind,
     RunState,
     StepState,
 )
@@ -42,7 +43,7 @@ from controlplane.incidents.models import (
 from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
 from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
-from controlplane.incidents.selectors import waits_for_hands
+from controlplane.incidents.selectors import LOSS, missed_losses
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placement, Replica
@@ -321,8 +322,9 @@ def _let_go_on_within(incident: Incident | None, before: Incident | None, node: 
     if before.subject == f"node/{node.pk}":
         if not before.failures.filter(needed__in=sorted(FOR_PEOPLE)).exists():
             merge_into(incident, [before])
-    elif not waits_for_hands(before):
-        resolve(SYSTEM, before.pk, f"the repair of {node.name} goes on in “{incident.title}”")
+    else:
+        why = f"the repair of {node.name} goes on in “{incident.title}”"
+        resolve_if_over(SYSTEM, before.pk, why)
 
 
 def _news_of_need(before: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -484,6 +486,29 @@ def bring_back(
     return incident
 
 
+@change()
+def bring_back_missed(actor: Actor, incident_id: str, reason: str) -> None:
+    """A person wants brought back after all what an incident lost and nobody brings back: each such
+    replica has a new run. Raises Conflict if there is none, or without a reason."""
+    if not reason.strip():
+        raise Conflict("an order needs a reason, for the record")
+    incident = Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
+    missed = missed_losses(incident_id) if incident.unresolved else []
+    if not missed:
+        raise Conflict(
+            "nothing is to be brought back here: what this incident lost trains again, is being "
+            "brought back, or is over"
+        )
+    for run in missed:
+        lost = Placement.objects.select_related("replica__job", "node").get(
+            pk=run.context["lost_placement"]
+        )
+        bring_back(lost, incident.occurred_at, actor, emptied=True)
+    replicas = ", ".join(sorted(str(run.context["replica"]) for run in missed))
+    what = f"To be brought back after all: replica {replicas} ({reason})"
+    tell(incident, f"bring-back/{timezone.now().timestamp()}", EntryKind.STATE, what)
+
+
 def _news_of_loss(run: PlaybookRun, lost: Placement) -> str:
     """What a loss tells a run that asked for a person and that it did not know, in words; "" if
     nothing. What is told of one process again and again is news once."""
@@ -570,7 +595,7 @@ def bring_back_stopped(
     placement: Placement, occurred_at: datetime, actor: Actor = SYSTEM
 ) -> Incident | None:
     """Have a process brought back that ended as ordered. Returns the incident that tells of it, the
-    open one of its replica if there is one: that is in somebody's hands.
+    open one of its replica if its loss is in somebody's hands there.
 
     None if the run that gave the order is there to see to it; one that was called off is not, and
     the only replica of a job has no peer that would miss it.
@@ -584,4 +609,14 @@ def bring_back_stopped(
     if any(lock_run(run_id).state in RUN_UNFINISHED for run_id in list(runs)):
         return None
     there = incident_of_replica(placement.replica.job_id, placement.replica.index)
-    return there or bring_back(placement, occurred_at, actor, emptied=True)
+    if there is not None and _is_in_hands(placement, there):
+        return there
+    return bring_back(placement, occurred_at, actor, emptied=True)
+
+
+def _is_in_hands(placement: Placement, incident: Incident) -> bool:
+    """Whether the incident brings its replica back, or would have, had not a person called that
+    off: they know of it."""
+    subject = f"{LOSS}/{placement.replica.job_id}/{placement.replica.index}"
+    off = Q(state=RunState.CANCELLED, created_at__gt=placement.created_at)
+    return incident.runs.filter(Q(state__in=RUN_UNFINISHED) | off, subject=subject).exists()

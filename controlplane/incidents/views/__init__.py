@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controlplane.incidents.views.incidents import (
     acknowledge,
+    bring_back,
     export,
     incident,
     incidents,
@@ -12,4 +13,13 @@ from controlplane.incidents.views.incidents import (
     resolve,
 )
 
-__all__ = ["acknowledge", "export", "incident", "incidents", "note", "postmortem", "resolve"]
+__all__ = [
+    "acknowledge",
+    "bring_back",
+    "export",
+    "incident",
+    "incidents",
+    "note",
+    "postmortem",
+    "resolve",
+]

@@ -119,6 +119,18 @@ def note(request: HttpRequest, incident_id: str) -> HttpResponse:
 @require_POST
 @signed_in
 @needs(Access.OPERATOR)
+def bring_back(request: HttpRequest, incident_id: str) -> HttpResponse:
+    """What was lost and nobody brings back is wanted back after all."""
+    return _act(
+        request,
+        incident_id,
+        lambda actor: actions.bring_back_missed(actor, incident_id, reason_of(request)),
+    )
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
 def resolve(request: HttpRequest, incident_id: str) -> HttpResponse:
     """A person says that it is over; refused while a playbook is at work on it."""
     return _act(

@@ -11,7 +11,14 @@ from django.urls import reverse
 
 from controlplane.incidents.models import Approval, Incident, PlaybookRun, PlaybookStep
 from tests.controlplane.dashboard.world import Fleet, hidden_of, reasons_in
-from tests.factories import ApprovalFactory, PlaybookRunFactory, PlaybookStepFactory
+from tests.factories import (
+    ApprovalFactory,
+    IncidentFactory,
+    JobFactory,
+    PlacementFactory,
+    PlaybookRunFactory,
+    PlaybookStepFactory,
+)
 
 
 @pytest.fixture
@@ -203,6 +210,29 @@ def test_an_incident_is_resolved_by_hand_once_nothing_is_at_work(
 
     assert too_early.status_code == 409
     assert Incident.objects.get(pk=fleet.incident.pk).state == "resolved"
+
+
+def test_what_was_lost_and_nobody_brings_back_is_brought_back_from_its_incident_s_page(
+    operator: Client, fleet: Fleet
+) -> None:
+    lost = PlacementFactory(replica__job=JobFactory(cluster=fleet.cluster))
+    subject = f"job/{lost.replica.job_id}/{lost.replica.index}"
+    incident = IncidentFactory(cluster=fleet.cluster, job=lost.replica.job, subject=subject)
+    PlaybookRunFactory(
+        incident=incident,
+        job=lost.replica.job,
+        state="cancelled",
+        state_reason="not today",
+        context={"replica": lost.replica.index, "lost_placement": lost.pk},
+    )
+    page = operator.get(reverse("incident", args=[incident.pk])).content.decode()
+    form = hidden_of(page, "bring-back-reason") | {"reason": "the storage is back"}
+
+    answer = operator.post(reverse("incident-bring-back", args=[incident.pk]), form)
+
+    assert "Nobody brings back what was lost." in page
+    assert answer["Location"] == reverse("incident", args=[incident.pk])
+    assert incident.runs.filter(state="pending", job=lost.replica.job).exists()
 
 
 def test_where_a_reason_to_resolve_was_refused_its_form_is_open(

@@ -73,6 +73,19 @@ def _resolve(world: World) -> Order:
     return Order(f"{world.path('incidents')}/resolve")
 
 
+def _bring_back(world: World) -> Order:
+    incident: Any = world.objects["incidents"]
+    lost = make.PlacementFactory(replica__job=world.objects["jobs"], replica__index=7)
+    make.PlaybookRunFactory(
+        incident=incident,
+        playbook="replica-lost",
+        state="cancelled",
+        job=lost.replica.job,
+        context={"replica": 7, "lost_placement": lost.pk},
+    )
+    return Order(f"{world.path('incidents')}/bring-back")
+
+
 def _save(world: World) -> Order:
     incident: Any = world.objects["incidents"]
     body = {"text": "# What happened", "edited": incident.postmortem_digest}
@@ -136,6 +149,7 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "breakers/close": _on("breakers", "close"),
     "clusters/limits": _on("clusters", "limits", {"scope": "rack", "nodes": 1}),
     "incidents/acknowledge": _on("incidents", "acknowledge"),
+    "incidents/bring_back": _bring_back,
     "incidents/note": lambda world: Order(f"{world.path('incidents')}/note", {"text": "words"}),
     "incidents/postmortem": _save,
     "incidents/resolve": _resolve,
