@@ -36,6 +36,7 @@ from runtime.checkpoint.facts import saved_when
 from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
 from runtime.checkpoint.progress import Bar
 from runtime.checkpoint.suspects import FILE, State, suspects
+from runtime.checkpoint.tiers import KEEP_LOCAL
 from runtime.image import Damaged
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = _in_words(answers) if not asked.json else _as_json(answers)
     except (Damaged, OSError, ValueError) as error:
         return _cannot(asked, str(error))
+    except MemoryError as error:
+        words = f"{asked.verb} needs more memory than is left here: take a machine with more"
+        return _cannot(asked, str(error) or words)
     except ImportError as error:
         return _cannot(asked, f"{asked.verb} needs a package that is missing here: {error}")
     except KeyboardInterrupt:
@@ -112,7 +116,9 @@ def ls(asked: argparse.Namespace) -> list[Answer]:
     if (holder := in_memory.address_of(asked.path)) is not None:
         return [*in_memory.listed(holder)]
     if isinstance(asked.path, str):
-        return _in_store(asked.path, lambda _objects, _found: ([], ""))
+        answers = _in_store(asked.path, lambda _objects, _found: ([], ""), well="")
+        _say_untold(asked.path)
+        return answers
     paths = store.found_in(asked.path)
     known = _suspects(paths)
     return [_listed(path, known) for path in paths]
@@ -146,10 +152,10 @@ def _in_a_line(manifest: Manifest) -> str:
 
 
 def _in_store(
-    url: str, look: Callable[[ObjectStore, Found], tuple[list[str], str]]
+    url: str, look: Callable[[ObjectStore, Found], tuple[list[str], str]], *, well: str
 ) -> list[Answer]:
     """Of each one in an object store what it is, and what a closer look finds, or why there was
-    none."""
+    none. `well`: the word for one in which nothing is found."""
     from runtime.checkpoint.objects import found_at
 
     objects, there = found_at(url)
@@ -160,7 +166,7 @@ def _in_store(
             continue
         path = objects.url_of(one)
         findings, not_checked = look(objects, one)
-        word = "DAMAGED" if findings else "NOT CHECKED" if not_checked else ""
+        word = "DAMAGED" if findings else "NOT CHECKED" if not_checked else well
         why = [f"  {flaw}" for flaw in findings or [not_checked] if flaw]
         answer = {
             "path": path, **_described(one.manifest), "findings": findings,
@@ -252,7 +258,7 @@ def verify(asked: argparse.Namespace) -> list[Answer]:
     if (holder := in_memory.address_of(asked.path)) is not None:
         return [*in_memory.listed(holder, partial(_bar, asked))]
     if isinstance(asked.path, str):
-        return _in_store(asked.path, partial(_verified_there, asked))
+        return _in_store(asked.path, partial(_verified_there, asked), well="well")
     return [_looked_into(asked, path) for path in store.found_in(asked.path)]
 
 
@@ -358,6 +364,7 @@ def import_(asked: argparse.Namespace) -> list[Answer]:
     """Make what another tool wrote the beginning of a new job."""
     from runtime.checkpoint import interchange
 
+    interchange.demand_new(asked.state_dir)
     with _bar(asked, asked.source.name, interchange.size_to_read(asked.source)) as bar:
         state = interchange.foreign_state(asked.source, bar)
     size = 3 * interchange.size_of(state["model"])  # it is copied, written, and read back
@@ -377,12 +384,14 @@ def import_(asked: argparse.Namespace) -> list[Answer]:
 
 
 def prune(asked: argparse.Namespace) -> list[Answer]:
-    """Remove what is old; never the newest that verify and are known to train. What is damaged is
-    not counted among those kept, and goes once it is older than they; of another version it
-    stays. If nothing here unpacks those all stay."""
+    """Remove what is old; never the newest that verify and are known to train, two of one rank's
+    own. What is damaged is not counted among those kept, and goes once it is older than they; of
+    another version it stays. If nothing here unpacks those all stay."""
     paths = store.found_in(asked.path)
     known = _suspects(paths)
     trains = [path for path in paths if _state_of(path) not in {None, *known}]
+    # Not the newest alone, which another rank may not have yet.
+    keep = max(asked.keep, KEEP_LOCAL) if any(map(_is_of_one_rank, trains)) else asked.keep
     kept: list[Path] = []
     not_judged: list[Path] = []
     try:
@@ -392,7 +401,7 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
                 not_judged.append(path)
             elif not findings:
                 kept.append(path)
-            if len(kept) == asked.keep:
+            if len(kept) == keep:
                 break
     except NotInstalled as error:
         raise NotInstalled(f"{error}; until it was checked, nothing is removed") from error
@@ -407,7 +416,7 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
     for path in paths:
         if path in [*kept, *not_judged] or _may_be_whole(path):
             continue
-        if (path in newer or len(kept) < asked.keep) and _state_of(path) not in known:
+        if (path in newer or len(kept) < keep) and _state_of(path) not in known:
             continue  # it may be well, and the disk ill
         if asked.older_than is not None and _age_s(path) <= asked.older_than * DAY_S:
             continue
@@ -417,7 +426,15 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
         removed = not (asked.dry_run or flaws)
         answer = {"path": str(path), "removed": removed, "findings": flaws}
         answers.append((answer, flaws or [f"{word} {path.name}"]))
-    return answers or [({"path": str(asked.path), "removed": False}, ["nothing to remove"])]
+    nothing = {"path": str(asked.path), "removed": False}
+    answers = answers or [(nothing, ["nothing to remove"])]
+    if len(kept) > asked.keep:
+        why = (
+            f"{keep} are kept, not {asked.keep}: these are the parts of one rank of several, and "
+            "the newest may be of a step that another rank does not have"
+        )
+        answers.append(({**nothing, "kept": keep, "why": why}, [why]))
+    return answers
 
 
 def _suspects(paths: Sequence[Path]) -> set[State]:
@@ -425,7 +442,15 @@ def _suspects(paths: Sequence[Path]) -> set[State]:
     folder = paths[0].absolute().parent
     if (file := folder / FILE).exists() and not file.is_file():  # nobody may ever write to it
         raise ValueError(f"{file} is no regular file: remove it")
+    if store.OWN.fullmatch(folder.name) and not file.exists():
+        _say_untold(f"{folder}", "; a copy of it here counts")
     return suspects(folder)
+
+
+def _say_untold(place: str, more: str = "") -> None:
+    """Jobs keep that list in their shared folder alone."""
+    words = f"{place} does not say which of them led to NaN: {FILE} beside the checkpoints in the "
+    print(_printable(f"{words}job's shared folder does{more}"), file=sys.stderr)  # noqa: T201
 
 
 def _state_of(path: Path) -> State | None:
@@ -435,6 +460,14 @@ def _state_of(path: Path) -> State | None:
     except Damaged:
         return None
     return store.epoch_of(manifest), manifest.step
+
+
+def _is_of_one_rank(path: Path) -> bool:
+    """Of one that is removed just now it does not matter."""
+    try:
+        return store.is_of_one_rank(store.manifest_of(path))
+    except Damaged:
+        return False
 
 
 def _may_be_whole(path: Path) -> bool:

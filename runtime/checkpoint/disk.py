@@ -34,6 +34,8 @@ SECTOR_BYTES = 4096
 #: Requests under way at once: one alone leaves a disk waiting until whoever made it gets a
 #: processor again, which beside a training job takes as long as the request.
 REQUESTS = 4
+#: How a disk says that there is no room.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 #: How a file system says that it does not know O_DIRECT.
 _UNKNOWN = (errno.EINVAL, errno.EOPNOTSUPP)
 

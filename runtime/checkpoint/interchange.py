@@ -8,9 +8,12 @@ torch's `weights_only` lets through.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
+import math
 import os
+import re
 import shutil
 import time
 import uuid
@@ -22,7 +25,7 @@ from typing import Any
 
 import torch
 
-from runtime.checkpoint import draft, store
+from runtime.checkpoint import disk, draft, memory_left, store
 from runtime.checkpoint.manifest import refuse_odd_name, shown
 from runtime.checkpoint.progress import bytes_in, bytes_read, watched
 from runtime.checkpoint.records import Odd, in_a_line, refuse_damaged
@@ -42,25 +45,31 @@ _OF_TWO = "the folder has files of two saves, get it anew"
 MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 #: How the names end under which modules give what else they keep (`get_extra_state`), of any kind.
 EXTRA = "_extra_state"
+#: Also in what torch makes of it.
+_NO_MEMORY = os.strerror(errno.ENOMEM)
+#: How the names of weights in several files end, as Hugging Face counts them.
+_PART = re.compile(r"-\d{5}-of-(?P<files>\d{5})\.(?:safetensors|bin)$")
 
 State = dict[str, Any]
 
 
 def whole_state(path: Path, progress: store.Progress = store.unseen) -> State:
-    """All of a checkpoint as one nested state, in plain tensors. Raises Damaged."""
+    """All of a checkpoint as one nested state, in plain tensors. Raises Damaged, MemoryError."""
     manifest = store.manifest_of(path)
-    ranks = manifest.facts.get("ranks")
-    if isinstance(ranks, int) and ranks != len(manifest.parts):  # on a node's own disk
+    if store.is_of_one_rank(manifest):
         raise Damaged(
-            f"{path} has the part of one rank of {ranks} alone: give that step in the shared "
-            "folder, which has those of all"
+            f"{path} has the part of one rank of {manifest.facts['ranks']} alone: give that step "
+            "in the shared folder, which has those of all"
         )
 
     def read(rank: int) -> Staged:
+        memory_left.demand(manifest.part(rank).bytes)  # the whole grows meanwhile
         return store.read(path, rank, progress)
 
+    first, *others = (part.bytes for part in manifest.parts)
     try:
-        state: State = resharded(read, len(manifest.parts), 0, 1)
+        with _memory_for(path, first + max(others, default=0)):
+            state: State = resharded(read, len(manifest.parts), 0, 1)
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
         if isinstance(error, Damaged):
             if str(path) in str(error):
@@ -71,15 +80,15 @@ def whole_state(path: Path, progress: store.Progress = store.unseen) -> State:
 
 
 def comparable_state(path: Path, progress: store.Progress = store.unseen) -> State:
-    """The same; of what only its script can put together each rank's, as "rank 0" and so on. Raises
-    Damaged."""
+    """The same; of what only its script can put together each rank's, as "rank 0" and so on."""
     manifest = store.manifest_of(path)
     skeleton = store.part_of(path, manifest, 0).table.skeleton
     keys = [pair[0] for pair in skeleton["$dict"]] if "$dict" in skeleton else []
     if AS_SAVED not in keys:
         return whole_state(path, progress)
     ranks = (part.rank for part in manifest.parts)
-    return {f"rank {rank}": state_of(store.read(path, rank, progress)) for rank in ranks}
+    with _memory_for(path, manifest.size):
+        return {f"rank {rank}": state_of(store.read(path, rank, progress)) for rank in ranks}
 
 
 # --- out ------------------------------------------------------------------------------------------
@@ -88,7 +97,7 @@ def comparable_state(path: Path, progress: store.Progress = store.unseen) -> Sta
 
 def to_torch(state: State, out: Path, progress: store.Progress = store.unseen) -> None:
     """One file, with all that the checkpoint has; `torch.load(…, weights_only=True)` reads it."""
-    with _made_whole(out, progress) as new, new.open("xb") as file:
+    with _made_whole(out, size_of(state), progress) as new, new.open("xb") as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:  # what a disk that is full comes to in torch
@@ -100,7 +109,7 @@ def to_dcp(state: State, out: Path, progress: store.Progress = store.unseen) -> 
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    with _made_whole(out, progress) as new, warnings.catch_warnings():
+    with _made_whole(out, size_of(state), progress) as new, warnings.catch_warnings():
         # That nobody else saves is meant.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
@@ -134,7 +143,7 @@ def to_safetensors(
         )
     shards = _shards(model, shard_bytes)
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    with _made_whole(out, progress) as new:
+    with _made_whole(out, size_of(model), progress) as new:
         new.mkdir()
         for name, shard in zip(names, shards, strict=True):
             try:
@@ -183,6 +192,21 @@ def size_as(kind: str, state: State) -> int:
 # --- in -------------------------------------------------------------------------------------------
 
 
+def demand_new(folder: Path) -> None:
+    """Before anything is read for it: raises Odd if nothing can be imported into this state folder,
+    for there are checkpoints already, or a job has begun there; OSError."""
+    checkpoints = folder / "checkpoints"
+    if there := store.candidates(checkpoints):
+        raise Odd(f"{checkpoints} has checkpoints ({there[0].name}, …): begin in another folder")
+    run, epochs = known_run(checkpoints), epochs_taken(checkpoints)
+    if run or epochs:
+        begun = f"run {run}" if run else f"epoch {max(epochs)}"
+        raise Odd(
+            f"{checkpoints} is of a job that has begun ({begun}), of which disks and memory of "
+            "nodes may have checkpoints, and it would go on from these: begin in another folder"
+        )
+
+
 def foreign_state(source: Path, progress: store.Progress = store.unseen) -> State:
     """What others wrote, as it is: `model`, and what else there is beside it. `progress` is told of
     the bytes that are read. Raises Odd."""
@@ -223,18 +247,10 @@ def import_into(
 
     It has the weights, by their names without the prefix `strip`, and nothing else. `progress`: see
     `draft.write`; it is told of the bytes before that when they are copied. Raises Odd if there are
-    checkpoints already, or a job has begun there, or no name has that prefix; OSError, Damaged.
+    checkpoints already, or a job has begun there, or no name has that prefix; OSError, Damaged,
+    MemoryError.
     """
-    checkpoints = folder / "checkpoints"
-    if there := store.candidates(checkpoints):
-        raise Odd(f"{checkpoints} has checkpoints ({there[0].name}, …): begin in another folder")
-    run, epochs = known_run(checkpoints), epochs_taken(checkpoints)
-    if run or epochs:
-        begun = f"run {run}" if run else f"epoch {max(epochs)}"
-        raise Odd(
-            f"{checkpoints} is of a job that has begun ({begun}), of which disks and memory of "
-            "nodes may have checkpoints, and it would go on from these: begin in another folder"
-        )
+    demand_new(folder)
     if odd := [name for name in state["model"] if not isinstance(name, str)]:
         raise Odd(f"a tensor of {source} is named {shown(odd[0])}; names are expected to be text")
     model = {name.removeprefix(strip): one for name, one in state["model"].items()}
@@ -250,10 +266,13 @@ def import_into(
         raise Odd(f"no tensor's name begins with {strip!r}; the names are {names}")
     facts = {"imported": str(source), "epoch": 0, "ranks": 1, "at": round(time.time(), 3)}
     try:
-        staged = _staged({"model": model}, progress)
+        with _memory_for(source, size_of(model)):
+            staged = _staged({"model": model}, progress)
     except (TypeError, RuntimeError) as error:
         raise Odd(f"{source} cannot be kept: {in_a_line(error)}") from error
-    return draft.write(checkpoints, staged, facts=facts, progress=progress)
+    checkpoints = folder / "checkpoints"
+    with _room_in(checkpoints, staged.table.bytes):
+        return draft.write(checkpoints, staged, facts=facts, progress=progress)
 
 
 def _staged(state: State, progress: store.Progress) -> Staged:
@@ -273,12 +292,30 @@ def _staged(state: State, progress: store.Progress) -> Staged:
 
 def _found_in(source: Path) -> State:
     if source.is_file():
+        _refuse_one_of_several(source)
         return _unpickled(source) if source.suffix != ".safetensors" else _from_safetensors(source)
     if (source / ".metadata").exists():
         return _from_dcp(source)
     if source.is_dir():
         return _from_hugging_face(source)
     raise Odd(f"{source} does not exist")
+
+
+def _refuse_one_of_several(source: Path) -> None:
+    """Raises Odd. Its folder says what belongs together."""
+    part = _PART.search(source.name)
+    if part is not None and int(part["files"]) > 1:
+        what = f"one of the {int(part['files'])} files of a model"
+    elif source.name.endswith(".index.json"):
+        what = "the index of a model's files"
+    elif source.suffix == ".distcp" or source.name == ".metadata":
+        what = "a file of a DCP folder"
+    else:
+        return
+    raise Odd(
+        f"{source} is {what}: give its folder: python -m runtime.checkpoint import "
+        f"{source.absolute().parent} STATE_DIR"
+    )
 
 
 def _unpickled(path: Path) -> State:
@@ -312,7 +349,10 @@ def _from_dcp(source: Path) -> State:
     from runtime.checkpoint import distributed
 
     try:
-        return distributed.read(source)
+        with _memory_for(source, sum(map(bytes_in, source.glob("*.distcp")))):
+            return distributed.read(source)
+    except MemoryError:
+        raise
     except CheckpointException as error:
         why = _causes(error)
         raise Odd(f"{source} cannot be read safely as a DCP folder: {why}") from error
@@ -337,9 +377,22 @@ def _from_hugging_face(source: Path) -> State:
         if there:
             last = source / there[-1]
             return read(last) if last.name == name else _indexed(last, read)
+    _refuse_ours(source)
     expected = ", ".join([*kinds, *(f"{name}.index.json" for name in kinds), ".metadata (DCP)"])
     found = store.shortened(tuple(sorted(path.name for path in source.iterdir()))) or "nothing"
     raise Odd(f"{source} has none of {expected}; found {found}")
+
+
+def _refuse_ours(source: Path) -> None:
+    """Raises Odd."""
+    try:
+        store.found_in(source)
+    except Damaged:  # there is none
+        return
+    raise Odd(
+        f"{source} is of Drydock itself: write it for other tools first, and import that: python "
+        f"-m runtime.checkpoint export {source} OUT --to torch"
+    )
 
 
 def _weight_map(index: Path) -> dict[Any, Any]:
@@ -436,18 +489,55 @@ def _shards(model: Mapping[str, torch.Tensor], most: int) -> list[dict[str, torc
 
 
 @contextlib.contextmanager
-def _made_whole(out: Path, progress: store.Progress) -> Iterator[Path]:
-    """A name to write to; the real one once all is there. Raises Odd if there is something."""
+def _made_whole(out: Path, size: int, progress: store.Progress) -> Iterator[Path]:
+    """A name to write so many bytes of tensors to; the real one once all is there. Raises Odd if
+    there is something."""
     if os.path.lexists(out):
         raise _exists(out)
-    draft.make_folder(out.parent)
-    with _beside(out) as new:
-        with watched(partial(bytes_in, new), progress):
-            yield new
-            for one in [*new.rglob("*"), new]:
-                draft.sync(one)
-        _give_name(new, out)
-        draft.sync(out.parent)
+    with _room_in(out.parent, size):
+        draft.make_folder(out.parent)
+        with _beside(out) as new:
+            with watched(partial(bytes_in, new), progress):
+                yield new
+                for one in [*new.rglob("*"), new]:
+                    draft.sync(one)
+            _give_name(new, out)
+            draft.sync(out.parent)
+
+
+@contextlib.contextmanager
+def _room_in(folder: Path, size: int) -> Iterator[None]:
+    """So many bytes are written there, and nothing is left of what fails. Raises Odd that says how
+    much is free, if it is too little: what other libraries make of a full disk does not."""
+    try:
+        yield
+    except (OSError, Odd) as error:
+        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        free = shutil.disk_usage(there).free
+        if free < size or getattr(error, "errno", None) in disk.FULL:
+            raise Odd(
+                f"{folder} has {free:,} bytes free, and {size:,} are to be written there: make "
+                f"room, or give another place ({error})"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _memory_for(what: Path, size: int) -> Iterator[None]:
+    """So many bytes of it at least are taken into memory. Raises MemoryError that says so, if there
+    are too few, also where only who takes them finds that."""
+    try:
+        memory_left.demand(size)
+        yield
+    except Exception as error:
+        if not isinstance(error, MemoryError) and _NO_MEMORY not in str(error):
+            raise
+        left = memory_left.left_bytes()
+        known = f", and at most {left:,.0f} are left" if left < math.inf else ""
+        raise MemoryError(
+            f"{what} does not fit in memory: at least {size:,} bytes are needed{known}: take a "
+            f"machine with more, or end what else runs here ({in_a_line(error)})"
+        ) from error
 
 
 def _give_name(new: Path, out: Path) -> None:

@@ -432,6 +432,12 @@ def epoch_of(manifest: Manifest) -> int:
     return epoch if isinstance(epoch, int) else 0
 
 
+def is_of_one_rank(manifest: Manifest) -> bool:
+    """Whether it has the part of one rank of several alone, as on a node's own disk."""
+    ranks = manifest.facts.get("ranks")
+    return isinstance(ranks, int) and ranks != len(manifest.parts)
+
+
 def saved_at(manifest: Manifest) -> float:
     """Unix time; 0 if it does not say."""
     at = manifest.facts.get("at")
@@ -500,10 +506,10 @@ def prune(
     keep_for_s: float = 0.0,
     common: int | None = None,
     now: float = math.inf,
-) -> None:
-    """Remove all complete checkpoints but those that stay (see `stays`). What is damaged is not
-    counted, and goes once it is older than all that are kept. What could not be read, or is of
-    another version, is not counted and stays.
+) -> list[Path]:
+    """Remove all complete checkpoints but those that stay (see `stays`); what of the others could
+    not be removed. What is damaged is not counted, and goes once it is older than all that are
+    kept. What could not be read, or is of another version, is not counted and stays.
 
     What has a later step than `newest` and an earlier epoch is set aside, and whatever is later
     than the state that the job began from and was there then: the job did not go on from there, or
@@ -533,12 +539,9 @@ def prune(
         if stays(place, whole[path], ours, keep, keep_for_s, common, now)
     ]
     oldest = min(map(number_of, kept))
-    for path in latest:
-        if path not in kept:
-            remove(path)
-    for path in damaged:
-        if len(kept) >= keep and number_of(path) < oldest:
-            remove(path)
+    useless = [path for path in damaged if len(kept) >= keep and number_of(path) < oldest]
+    left = map(remove, [*(path for path in latest if path not in kept), *useless])
+    return [path for path in left if path is not None]
 
 
 def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:
@@ -572,14 +575,18 @@ def prune_left(folder: Path, common: int) -> None:
 
 
 def remove(path: Path) -> Path | None:
-    """Out of sight first, so that what is left of it when we die is no checkpoint. Of a link the
-    link alone. What could not be removed, and where it is."""
+    """Out of sight first, so that what is left of it when we die is no checkpoint: one that cannot
+    be renamed stays whole. Of a link the link alone. What could not be removed, and where it is."""
     gone = path
     if not path.name.startswith(GONE):
         gone = path.with_name(f"{GONE}{path.name}-{uuid.uuid4().hex}")
         try:
             path.rename(gone)
-        except OSError:  # another host is removing it too, or this folder cannot be written
+        except FileNotFoundError:  # another host was faster
+            return None
+        except OSError:  # this folder cannot be written, or its disk is ill
+            if is_named(path):
+                return path
             gone = path
     with contextlib.suppress(OSError):
         if gone.is_symlink() or gone.is_file():

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import json
 import logging
 import mmap
@@ -66,7 +65,6 @@ RUN_S = 5.0
 #: So many saves, one after the other, without the parts of others, until an engineer is told: some
 #: may have died with what they wrote.
 LEFT_ALONE = 3
-FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NotCopied(Exception):
@@ -446,8 +444,7 @@ class Writer:
         """Remove what is not needed any more. The checkpoint is safe, whatever fails here."""
         try:
             keep = int(asked["keep"])
-            self._prune(folder, newest, asked)
-            left = sweep(folder)
+            left = [*self._prune(folder, newest, asked), *sweep(folder)]
             if others := neighbours(folder):
                 store.prune_others(folder, others, keep)
             for other in others:
@@ -466,7 +463,7 @@ class Writer:
     def _make_way_if_full(self, error: BaseException, folder: Path, asked: dict[str, Any]) -> None:
         """What makes room on a disk comes after a save that succeeds: writers that died before that
         may have left more than is to be kept."""
-        if not isinstance(error, OSError) or error.errno not in FULL:
+        if not isinstance(error, OSError) or error.errno not in disk.FULL:
             return
         keep = int(asked["keep"])
         with contextlib.suppress(OSError, Damaged):
@@ -475,9 +472,9 @@ class Writer:
             if len(whole) > keep and not store.verify(whole[0]):
                 self._prune(folder, whole[0], asked)
 
-    def _prune(self, folder: Path, newest: Path, asked: dict[str, Any]) -> None:
+    def _prune(self, folder: Path, newest: Path, asked: dict[str, Any]) -> list[Path]:
         keep, keep_for_s = int(asked["keep"]), float(asked["keep_for_s"])
-        store.prune(folder, newest, keep, keep_for_s, asked["common"], now_at(folder))
+        return store.prune(folder, newest, keep, keep_for_s, asked["common"], now_at(folder))
 
     def _verify(self, draft: Draft, part: Part, image: memoryview) -> None:
         """Read all of it back; write anew what is not what was saved. Raises Damaged if that is no

@@ -11,7 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -147,15 +147,19 @@ def test_safetensors_are_cut_and_indexed_as_hugging_face_does(path: Path, tmp_pa
 
 def test_what_was_divided_is_exported_whole(tmp_path: Path) -> None:
     tensor = torch.randn(7, 3)
-    draft = Draft(tmp_path, 4, "s", 3, {})
-    for rank in range(3):
-        image = stage({"step": 4, "model": {"weight": part(tensor, rank, 3)}}, 4)
-        draft.write(rank, image.table, memoryview(image.buffer))
-    assert draft.publish()
-    draft.close()
+    of_three_ranks(tmp_path, [{"weight": part(tensor, rank, 3)} for rank in range(3)])
 
     assert main(["export", str(tmp_path), str(tmp_path / "out.pt"), "--to", "torch"]) == 0
     assert torch.equal(foreign_state(tmp_path / "out.pt")["model"]["weight"], tensor)
+
+
+def of_three_ranks(folder: Path, models: list[dict[str, Any]]) -> None:
+    draft = Draft(folder, 4, "s", 3, {})
+    for rank, one in enumerate(models):
+        image = stage({"step": 4, "model": one}, 4)
+        draft.write(rank, image.table, memoryview(image.buffer))
+    assert draft.publish()
+    draft.close()
 
 
 @pytest.mark.parametrize(
@@ -256,6 +260,64 @@ def test_where_a_job_has_begun_nothing_is_imported(
     assert "is of a job that has begun (" in told
     assert told.endswith("begin in another folder\n")
     assert store.candidates(tmp_path / "job" / "checkpoints") == []
+
+
+def test_where_nothing_can_be_imported_nothing_is_read(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(model().state_dict(), tmp_path / "theirs.pt")
+    monkeypatch.setattr(torch, "load", read_by_nobody)
+
+    assert main(["import", str(tmp_path / "theirs.pt"), str(tmp_path / "job")]) == 2
+    assert "has checkpoints (step-00000004, …): begin in another" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model-00002-of-00003.safetensors", "is one of the 3 files of a model"),
+        ("pytorch_model-00001-of-00002.bin", "is one of the 2 files of a model"),
+        ("model.safetensors.index.json", "is the index of a model's files"),
+        ("__0_0.distcp", "is a file of a DCP folder"),
+        (".metadata", "is a file of a DCP folder"),
+    ],
+)
+def test_of_one_file_of_several_it_is_said_that_they_belong_together(
+    tmp_path: Path, capsys: Capture, name: str, said: str
+) -> None:
+    with (tmp_path / name).open("wb") as file:
+        torch.save({"w": torch.ones(1)}, file)
+
+    assert main(["import", str(tmp_path / name), str(tmp_path / "new")]) == 2
+
+    told = capsys.readouterr().err
+    assert told == (
+        f"{tmp_path / name} {said}: give its folder: python -m runtime.checkpoint import {tmp_path}"
+        " STATE_DIR\n"
+    )
+
+
+def test_one_file_that_is_all_is_imported_whatever_its_number(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model-00001-of-00001.bin")
+
+    found = foreign_state(tmp_path / "pytorch_model-00001-of-00001.bin")
+
+    assert same(found["model"], {"w": torch.ones(1)})
+
+
+@pytest.mark.parametrize("within", [".", "checkpoints", "checkpoints/step-00000004"])
+def test_of_a_checkpoint_of_ours_it_is_said_how_it_is_imported(
+    path: Path, tmp_path: Path, capsys: Capture, within: str
+) -> None:
+    assert path == tmp_path / "job" / "checkpoints" / "step-00000004"
+    ours = tmp_path / "job" / within
+
+    assert main(["import", str(ours), str(tmp_path / "new")]) == 2
+
+    assert capsys.readouterr().err == (
+        f"{ours} is of Drydock itself: write it for other tools first, and import that: python -m "
+        f"runtime.checkpoint export {ours} OUT --to torch\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -801,6 +863,155 @@ def test_an_import_that_finds_no_room_leaves_nothing(
     assert main(["import", str(tmp_path / "theirs.pt"), str(tmp_path / "new")]) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert [*(tmp_path / "new" / "checkpoints").iterdir()] == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Of one megabyte, where a larger state is given somewhere to go."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+SIZE = 4 * 700_000
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+@pytest.mark.parametrize("kind", sorted(EXPORTS))
+def test_of_a_disk_that_an_export_fills_it_is_said_how_much_is_needed_and_free(
+    small_disk: Path, capsys: Capture, kind: str
+) -> None:
+    ours = write(small_disk.parent / "job", stage({"model": {"w": torch.ones(SIZE // 4)}}, 1))
+
+    assert main(["export", str(ours), str(small_disk / "out"), "--to", kind]) == 2
+
+    told = capsys.readouterr().err
+    said = f"{small_disk} has 1,048,576 bytes free, and {SIZE:,} are to be written there"
+    assert told.startswith(f"{said}: make room, or give another place (")
+    assert told.count("\n") == 1
+    assert [*small_disk.iterdir()] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_of_a_disk_that_an_import_fills_it_is_said_too(small_disk: Path, capsys: Capture) -> None:
+    torch.save({"w": torch.ones(SIZE // 4)}, small_disk.parent / "theirs.pt")
+
+    assert main(["import", str(small_disk.parent / "theirs.pt"), str(small_disk / "new")]) == 2
+
+    told = capsys.readouterr().err
+    assert told.startswith(f"{small_disk / 'new' / 'checkpoints'} has 1,048,576 bytes free, and ")
+    assert "No space left on device" in told
+
+
+def test_what_else_an_export_fails_of_is_no_full_disk(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ill(*_given: object) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(torch, "save", ill)
+
+    assert main(["export", str(path), str(tmp_path / "out"), "--to", "torch"]) == 2
+    assert capsys.readouterr().err == "[Errno 5] Input/output error\n"
+
+
+# --- what does not fit in memory ------------------------------------------------------------------
+
+
+def without_memory(monkeypatch: pytest.MonkeyPatch, left: float = 10.0) -> None:
+    monkeypatch.setattr("runtime.checkpoint.memory_left.left_bytes", lambda: left)
+
+
+def no_memory(*_given: object) -> NoReturn:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def no_memory_in_torch(*_given: object, **_more: object) -> Any:
+    """As torch says it."""
+    return torch.ones(1).expand(1 << 58).clone()
+
+
+def test_a_state_that_is_too_large_for_this_machine_is_not_read(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "read", read_by_nobody)
+    without_memory(monkeypatch)
+
+    assert main(["export", str(path), str(tmp_path / "out"), "--to", "torch", "--json"]) == 2
+
+    told = capsys.readouterr()
+    size = store.manifest_of(path).size
+    assert json.loads(told.out)[0]["error"].startswith(
+        f"{path} does not fit in memory: at least {size:,} bytes are needed, and at most 10 are "
+        "left: take a machine with more, or end what else runs here ("
+    )
+    assert told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "at", "fails"),
+    [
+        ("export", "store.pages", no_memory),
+        ("export", "resharding.state_of", no_memory_in_torch),
+        ("diff", "interchange.state_of", no_memory_in_torch),
+    ],
+)
+def test_nor_is_it_damaged_where_only_taking_the_memory_shows_it(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str, at: str, fails: Any
+) -> None:
+    ours = write(tmp_path / "job", stage({"as_saved": True, "model": {"w": torch.ones(9)}}, 1))
+    monkeypatch.setattr(f"runtime.checkpoint.{at}", fails)
+    words = {"diff": [str(ours)], "export": [str(tmp_path / "out"), "--to=dcp"]}
+
+    assert main([verb, str(ours), *words[verb]]) == 2
+
+    told = capsys.readouterr().err
+    assert told.startswith(f"{ours} does not fit in memory: at least ")
+    assert told.count("\n") == 1
+
+
+def test_who_runs_out_of_memory_says_so_in_a_line(
+    path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing_left(_path: Path) -> NoReturn:
+        raise MemoryError
+
+    monkeypatch.setattr(store, "manifest_of", nothing_left)
+
+    assert main(["inspect", str(path), "--json"]) == 2
+    (said,) = json.loads(capsys.readouterr().out)
+    assert said == {
+        "error": "inspect needs more memory than is left here: take a machine with more"
+    }
+
+
+def test_what_each_rank_has_of_its_own_needs_no_memory_for_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As weights that are not divided: one copy is put together, and one more read."""
+    of_three_ranks(tmp_path, [{"w": torch.ones(1000)}] * 3)
+    (found,) = store.candidates(tmp_path)
+    without_memory(monkeypatch, store.manifest_of(found).size * 2 / 3)
+
+    assert same(whole_state(found)["model"], {"w": torch.ones(1000)})
+    without_memory(monkeypatch, store.manifest_of(found).size / 2)
+    with pytest.raises(MemoryError, match="does not fit in memory: at least 8"):
+        whole_state(found)
+
+
+def test_an_import_that_does_not_fit_in_memory_is_said_and_leaves_nothing(
+    path: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_dcp(whole_state(path), tmp_path / "dcp")
+    torch.save(model().state_dict(), tmp_path / "theirs.pt")
+    without_memory(monkeypatch)
+
+    for name in ("dcp", "theirs.pt"):
+        assert main(["import", str(tmp_path / name), str(tmp_path / "new")]) == 2
+        assert f"{tmp_path / name} does not fit in memory: at least " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 # --- diff and prune -------------------------------------------------------------------------------

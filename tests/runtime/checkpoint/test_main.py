@@ -341,6 +341,28 @@ def test_what_does_not_train_is_not_the_one_that_is_kept(tmp_path: Path) -> None
     assert names(tmp_path) == ["step-00000001"]
 
 
+@pytest.mark.parametrize(
+    "asked", [["ls"], ["inspect"], ["prune", "--keep=1"], ["prune", "--keep=1", "--json"]]
+)
+def test_where_the_list_of_what_does_not_train_is_not_kept_that_is_said(
+    tmp_path: Path, capsys: Capture, asked: list[str]
+) -> None:
+    own = tmp_path / "replica-0-rank-0"
+    for step in (1, 2):
+        write(own, staged_at(step), facts={"epoch": 1})
+
+    assert main([*asked, str(own)]) == 0
+    without = capsys.readouterr().err
+    (own / "suspects.json").write_text(json.dumps([{"epoch": 1, "step": 1}]))
+    assert main([*asked, str(own)]) == 0
+
+    assert without == (
+        f"{own} does not say which of them led to NaN: suspects.json beside the checkpoints in the "
+        "job's shared folder does; a copy of it here counts\n"
+    )
+    assert capsys.readouterr().err == ""
+
+
 def test_nobody_waits_for_what_is_no_list_of_what_does_not_train(
     tmp_path: Path, capsys: Capture
 ) -> None:
@@ -511,6 +533,37 @@ def test_of_a_link_the_link_alone_is_removed(tmp_path: Path) -> None:
 
     assert names(tmp_path / "checkpoints") == ["step-00000002"]
     assert store.verify(archived) == []
+
+
+def test_of_a_rank_s_own_those_stay_of_which_one_is_of_a_step_that_all_have(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path / "replica-0-rank-1", staged_at(step), facts={"ranks": 2})
+    asked = ["prune", str(tmp_path / "replica-0-rank-1"), "--keep", "1"]
+
+    assert main([*asked, "--dry-run"]) == 0
+    words = capsys.readouterr().out.splitlines()
+    assert main([*asked, "--json"]) == 0
+    removed, told = json.loads(capsys.readouterr().out)
+
+    assert names(tmp_path / "replica-0-rank-1") == ["step-00000002", "step-00000003"]
+    assert words == ["would remove step-00000001", told["why"]]
+    assert told["why"].startswith("2 are kept, not 1: these are the parts of one rank of several")
+    assert (removed["removed"], told["removed"], told["kept"]) == (True, False, 2)
+
+
+@pytest.mark.parametrize(("ranks", "keep"), [(1, 1), (2, 2)])
+def test_else_as_many_stay_as_are_asked_for(
+    tmp_path: Path, capsys: Capture, ranks: int, keep: int
+) -> None:
+    for step in (1, 2, 3):
+        write(tmp_path, staged_at(step), facts={"ranks": ranks})
+
+    assert main(["prune", str(tmp_path), "--keep", str(keep), "--json"]) == 0
+
+    assert len(names(tmp_path)) == keep
+    assert [one["removed"] for one in json.loads(capsys.readouterr().out)] == [True] * (3 - keep)
 
 
 def test_what_could_not_be_removed_is_said(

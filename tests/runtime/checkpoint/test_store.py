@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -476,6 +476,50 @@ def test_a_writer_that_was_late_takes_nothing_from_what_came_since(tmp_path: Pat
         write(tmp_path, staged_at(step), keep=3, facts={"epoch": 2})
 
     assert names(tmp_path) == ["step-00000300", "step-00000200", "step-00000100"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ENOSPC])
+def test_what_cannot_be_put_out_of_sight_is_not_removed_by_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step))
+    monkeypatch.setattr(Path, "rename", refusing(code))
+
+    left = store.prune(tmp_path, tmp_path / "step-00000002", keep=1)
+
+    assert left == [tmp_path / "step-00000001"]
+    assert store.verify(left[0]) == []
+
+
+def test_what_is_out_of_sight_is_removed_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, staged_at(1))
+    store.set_aside(tmp_path / "step-00000001")
+    monkeypatch.setattr(Path, "rename", refusing(errno.ENOSPC))
+
+    store.drop_aside(tmp_path)
+
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_another_host_removed_first_is_not_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To us it may be there yet, for a while."""
+    path = write(tmp_path, staged_at(1))
+    monkeypatch.setattr(Path, "rename", refusing(errno.ENOENT))
+
+    assert store.remove(path) is None
+    assert store.verify(path) == []
+
+
+def refusing(code: int) -> Callable[[Path, Path], NoReturn]:
+    def rename(path: Path, _to: Path) -> NoReturn:
+        raise OSError(code, os.strerror(code), str(path))
+
+    return rename
 
 
 def test_a_step_saved_often_is_numbered_on(tmp_path: Path) -> None:

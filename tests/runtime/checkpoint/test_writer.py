@@ -187,6 +187,26 @@ def test_what_cannot_be_removed_is_told(asked: Asked, monkeypatch: pytest.Monkey
     assert f"{asked.folder}/.gone-step-00000000-x" in said[1][2]["text"]
 
 
+def test_a_checkpoint_that_cannot_be_removed_is_told_too(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = Path.rename
+
+    def refused(path: Path, to: Path) -> Path:
+        if path.name == "step-00000001":
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", refused)
+
+    said = [asked.to_save(step) for step in (1, 2, 3)]
+
+    quiet = ["durable", "verified", "done"]
+    assert [ops(one) for one in said] == [quiet, quiet, ["durable", "verified", "alarm", "done"]]
+    assert said[2][2]["kind"] == "checkpoint_not_pruned"
+    assert f"{asked.folder}/step-00000001" in said[2][2]["text"]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_saves_that_never_have_the_parts_of_others_are_told(asked: Asked, rank: int) -> None:
     """As where each node has mounted another folder: what each writes there is durable."""
