@@ -454,7 +454,21 @@ class Delivery:
         self._object_told |= tier == "object"
         log.warning("checkpoint_failed tier=%s error=%s", tier, why)
         if new:
-            self._job.trouble("checkpoint_failed", why, tier)
+            text = (
+                f"{why}; training goes on, and each save that is due tries again: if it is the "
+                f"store's doing see that {self._store_of(tier)} answers and has space"
+            )
+            self._job.trouble("checkpoint_failed", text, tier)
+
+    def _store_of(self, tier: TierName) -> str:
+        """In words, for an engineer."""
+        stores = {
+            "peer": "the holder that keeps it in memory",
+            "local": str(self._job.local_dir),
+            "shared": str(self._folders.shared),
+            "object": self._job.object_store,
+        }
+        return stores[tier]
 
     def _is_well(self, tier: TierName) -> None:
         if tier == "shared":

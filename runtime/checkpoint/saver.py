@@ -180,8 +180,7 @@ class Checkpointer:
             self.rooms.complete()
         if self.rooms.any_free():
             return True
-        have = ", ".join(sorted(self.delivery.busy(self.tiers))) or "a newcomer"
-        self._tell_late(set(wanted), f"no room for a copy is free, {have} has it")
+        self._tell_late(set(wanted), f"no room for a copy is free, {self._who_has_room()} has it")
         return False
 
     def _tell_late(self, tiers: set[TierName], why: str) -> None:
@@ -248,8 +247,25 @@ class Checkpointer:
                 Save(name, copying.step, copying, room, asked, paid_s, number, epoch, wanted, share)
             )
             return copying
-        self.job.trouble("checkpoint_skipped", "the store has not taken the ones before")
+        self._tell_skipped(names)
         return None
+
+    def _tell_skipped(self, tiers: Collection[TierName]) -> None:
+        what = f"nothing was saved to {', '.join(sorted(tiers))}"
+        if self.rooms.made():
+            text = (
+                f"{what}: {self._who_has_room()} has the memory for copies. What was saved before "
+                "stays; if a store has it look why that is slow, or save to it less often (every_s)"
+            )
+        else:
+            text = (
+                f"{what}: no memory for a copy was to be had. What was saved before stays; free "
+                "memory on this node, or raise its limit"
+            )
+        self.job.trouble("checkpoint_skipped", text)
+
+    def _who_has_room(self) -> str:
+        return ", ".join(sorted(self.delivery.busy(self.tiers))) or "a newcomer"
 
     def suspect(self, state: State) -> None:
         """This state leads to NaN, and nobody is to load it again. An engineer is told if that
@@ -267,7 +283,11 @@ class Checkpointer:
         if self._own_holder is not None:
             self._own_holder.close()
         if late := self.delivery.close(FINISH_S):
-            text = f"not durable after {FINISH_S:g} s: {', '.join(late)}"
+            text = (
+                f"not durable after {FINISH_S:g} s: {', '.join(late)}. The writers finish what "
+                "they were given without this process: leave the node up meanwhile, and see what "
+                "came whole with `python -m runtime.checkpoint ls`"
+            )
             self.job.trouble("checkpoint_unfinished", text)
         self.rooms.close()
 

@@ -77,7 +77,7 @@ class Connection(Requests):
         step, fetched before; it is returned if it is the one that the peer made. `spares`: for its
         buffer, which goes back there once nobody holds the step.
 
-        Raises NotKept, NotYet, PeerFailed, Damaged.
+        Raises NotKept, NotYet, PeerFailed, Damaged, MemoryError.
         """
         known = None if have is None else have.epoch
         connection = self.ask(op="reduced", step=step, wait_s=wait_s, settled=settled, have=known)
@@ -88,7 +88,10 @@ class Connection(Requests):
         if have is not None and "same" in described:
             return have
         size = int(described["bytes"]) // 4
-        buffer = torch.empty(size) if spares is None else spares.take(size)
+        try:
+            buffer = torch.empty(size) if spares is None else spares.take(size)
+        except RuntimeError as error:  # torch's, of a card's memory too
+            raise _no_memory(4 * size, f"step {step}", error) from error
         view = bytes_of(buffer)
         self.receiving = True
         try:
@@ -106,12 +109,18 @@ class Connection(Requests):
 def fetch_state(donors: Sequence[str], token: str, step: int, digest: str) -> Staged:
     """The state that all donors hold a copy of, a part from each.
 
-    Raises PeerFailed if they cannot give it whole, Damaged if the whole is not what was announced.
+    Raises PeerFailed if they cannot give it whole, Damaged if the whole is not what was announced,
+    and MemoryError if there is no memory for it.
     """
     began = time.monotonic()
     manifest = _manifest(donors, token, step, digest)
-    # The kernel gives large pages in jerks, which whoever trains on this machine feels.
-    download = Download(manifest, pages(int(manifest["bytes"]), large=False))
+    size = int(manifest["bytes"])
+    try:
+        # The kernel gives large pages in jerks, which whoever trains on this machine feels.
+        memory = pages(size, large=False)
+    except OSError as error:
+        raise _no_memory(size, f"the state of step {step}", error) from error
+    download = Download(manifest, memory)
     threads = [
         threading.Thread(target=download.draw, args=(donor, token), name="drydock-fetch")
         for donor in donors
@@ -136,7 +145,8 @@ def fetch_reduced(
 ) -> Reduced:
     """One committed step, from the first donor that has it; `have`, `spares`: see
     `Connection.reduced`. Donors that serve too many are asked again: of a large job most may be
-    behind one. Raises PeerFailed with all answers, soon after what it is wanted for is `broken`."""
+    behind one. Raises PeerFailed with all answers, soon after what it is wanted for is `broken`;
+    MemoryError."""
     asked, pause = list(donors), threading.Event()
     until = time.monotonic() + BUSY_S
     answers: dict[str, Exception] = {}
@@ -371,6 +381,13 @@ class Follower:
     def _give_up(self, donor: Connection) -> None:
         donor.close()
         self._connections.popleft()
+
+
+def _no_memory(size: int, what: str, error: Exception) -> MemoryError:
+    return MemoryError(
+        f"{size} bytes for {what} cannot be had ({error}): free memory on this node, or raise the "
+        "limit of this process (ulimit -v, its container's) by so many"
+    )
 
 
 def _manifest(donors: Sequence[str], token: str, step: int, digest: str) -> dict[str, Any]:

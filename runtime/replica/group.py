@@ -80,9 +80,9 @@ class ReplicaGroup:
     replicas cannot be dropped (tensor or pipeline parallel, ...), for an optimizer that trains what
     is not the model's, and for shards that the ranks cannot divide; TypeError for a trained
     parameter that is not float32 and for a state of which no copy can be made; RuntimeError where
-    DRYDOCK_COORDINATOR is no host:port, and where DRYDOCK_NETWORK names none of this machine's
-    addresses. Entering it, or the loop, raises RuntimeError where the job does not let this replica
-    in, or a rank of it does not come. Each says what to do instead.
+    DRYDOCK_COORDINATOR is no host:port or its host is not found, and where DRYDOCK_NETWORK names
+    none of this machine's addresses. Entering it, or the loop, raises RuntimeError where the job
+    does not let this replica in, or a rank of it does not come. Each says what to do instead.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class ReplicaGroup:
             after_step=after_step,
         )
         self.state.size()  # refuses now what no copy could be made of
-        host = own_address(job.coordinator, job.network)
+        host = _own_host(job)
         gloo = group_for(model, host, job.rank)
         self._engine = StepEngine(
             self.state, gloo, self._observer, division, mode=mode, max_grad_norm=max_grad_norm
@@ -344,3 +344,16 @@ def _demand_coordinator(job: Job) -> None:
         raise RuntimeError(
             f"{ENV_COORDINATOR} is {job.coordinator!r}; give host:port of the job's coordinator"
         ) from unusable
+
+
+def _own_host(job: Job) -> str:
+    """Where peers reach us. Raises RuntimeError if nothing leads to the coordinator's host."""
+    try:
+        return own_address(job.coordinator, job.network)
+    except (OSError, UnicodeError) as error:  # the second for what can be no name at all
+        host = address_of(job.coordinator)[0]
+        raise RuntimeError(
+            f"{ENV_COORDINATOR} is {job.coordinator!r}, and this machine finds no way to that host "
+            f"({error}): see that `getent hosts {host}` and `ip route` know it here, or give "
+            "another address of the job's coordinator"
+        ) from error

@@ -81,7 +81,11 @@ def options(description: str) -> argparse.Namespace:
     except ValueError:
         parser.error(f"--listen is {given.listen}: give host:port, as 0.0.0.0:7070")
     given.token = os.environ.get("DRYDOCK_TOKEN", "")
-    given.world = int(os.environ.get("DRYDOCK_WORLD_REPLICAS", given.min_replicas))
+    world = os.environ.get("DRYDOCK_WORLD_REPLICAS", str(given.min_replicas))
+    try:
+        given.world = int(world)
+    except ValueError:
+        parser.error(f"DRYDOCK_WORLD_REPLICAS is {world!r}: give a whole number, or do not set it")
     if given.world < given.min_replicas:
         parser.error(
             f"--min-replicas is {given.min_replicas} and DRYDOCK_WORLD_REPLICAS {given.world}: "
@@ -94,7 +98,8 @@ def options(description: str) -> argparse.Namespace:
 
 
 async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | None) -> None:
-    """Serve until SIGTERM or SIGINT, then for as long as members are connected, but DRAIN_S."""
+    """Serve until SIGTERM or SIGINT, then for as long as members are connected, but DRAIN_S. Raises
+    SystemExit where it cannot listen."""
     connections: set[asyncio.Task[None]] = set()
     strangers: dict[asyncio.StreamWriter, None] = {}  # whoever came first is the first
 
@@ -110,7 +115,13 @@ async def run(coordinator: Coordinator, host: str, port: int, port_file: Path | 
         connections.add(task)
         task.add_done_callback(connections.discard)
 
-    server = await asyncio.start_server(accept, host, port, limit=MAX_LINE)
+    try:
+        server = await asyncio.start_server(accept, host, port, limit=MAX_LINE)
+    except OSError as error:
+        raise SystemExit(
+            f"--listen is {host}:{port}, and nothing can listen there ({error}): give an address "
+            "of this machine, as 0.0.0.0, and a port that no other process has, as ss -ltnp shows"
+        ) from error
     bound = server.sockets[0].getsockname()
     if port_file is not None:
         draft = port_file.with_name(port_file.name + ".new")

@@ -269,8 +269,12 @@ class Member:
             return
         before, self._refusals = self._refusals, int(message["refusals"])
         if before < MAX_REFUSALS <= self._refusals:
-            text = f"not let in {self._refusals} times in a row, the last time: {message['why']}"
-            self._trainer.trouble("cannot_rejoin", text)
+            self._trainer.trouble(
+                "cannot_rejoin",
+                f"not let in {self._refusals} times in a row, the last time: {message['why']}. It "
+                "tries on, later each time; its log and the members' (not_staged, not_compared, "
+                "diverged) say what to mend; else start it on another node",
+            )
         try:
             self._trainer.take(int(message["step"]), str(message["digest"]), donors)
         except CannotFollow as error:
@@ -335,7 +339,13 @@ class Member:
     def _on_evicted(self, message: dict[str, Any]) -> None:
         """Others went on without us: we are a newcomer, our gradients are theirs by now."""
         if self.epoch:
-            self._trainer.trouble("evicted", f"epoch {self.epoch} went on without this replica")
+            self._trainer.trouble(
+                "evicted",
+                f"epoch {self.epoch} went on without this replica, which seemed gone: silent, out "
+                "of reach, or dead by its agent's word. Nothing need be done, it comes back by "
+                "itself; if it is told again look at its node, its network, the coordinator's "
+                "--silence",
+            )
             log.warning("evicted epoch=%s now=%s", self.epoch, message["epoch"])
         self._leave_epoch()
 
@@ -373,7 +383,8 @@ class Member:
             self._trainer.trouble(
                 "epochs_break",
                 f"after step {here[0]} the epoch of replicas {sorted(self.members)} broke "
-                f"{MAX_DOUBTS} times in a row, and all of them came back: {why}",
+                f"{MAX_DOUBTS} times in a row, and all of them came back; no step is made until "
+                f"the cause is mended, which the logs of its ranks name (severed), here: {why}",
             )
 
     def _reaches(self, peers: list[list[str]]) -> bool:

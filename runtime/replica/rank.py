@@ -56,6 +56,11 @@ log = logging.getLogger("drydock.replica")
 #: into new memory costs several times that of the processors that the members train on. Of what is
 #: larger it makes a copy, so as not to fall behind.
 IN_PLACE_BYTES = 1 << 30
+#: Behind what failed.
+NOT_COMPARED = (
+    "training goes on, and states are compared the next time; if it fails for want of memory free "
+    "some on this node, or raise its limit"
+)
 FOLLOWED_S = 5.0  # how long one rank may be later than the first with a step that all follow
 
 
@@ -579,7 +584,8 @@ class Rank:
                 return
             copying, gone = self._begin_copy(self.state.begin_proof)
         except Exception as error:  # no proof is worth the training
-            self.job.trouble("not_compared", f"the state could not be hashed: {error!r}")
+            what = f"step {self.state.committed}: the state could not be hashed: {error!r}"
+            self.job.trouble("not_compared", f"{what}; {NOT_COMPARED}")
             self.on_hashed("proved", self.state.committed, "")
             return
         beside("drydock-prove", partial(self._hash, "proved", copying, gone))
@@ -630,7 +636,8 @@ class Rank:
         try:
             digest = copying.finish(give_way=give_way).digest
         except Exception as error:
-            self.job.trouble("not_compared", f"step {copying.step}: {error!r}")
+            what = f"step {copying.step}: the state could not be hashed: {error!r}"
+            self.job.trouble("not_compared", f"{what}; {NOT_COMPARED}")
             digest = ""
         finally:
             gone()
@@ -677,8 +684,12 @@ class Rank:
         try:
             room.set_result(touched(size))
         except (MemoryError, OSError, RuntimeError) as error:  # by whoever was asked for it
-            what = f"{size} bytes for a copy cannot be had: {error!r}"
-            self.job.trouble("no_room_for_newcomers", what)
+            self.job.trouble(
+                "no_room_for_newcomers",
+                f"{size} bytes for a copy of the state, by which newcomers are let in, cannot be "
+                f"had: {error!r}; training goes on, and it is tried again: free memory on this "
+                "node, or raise its limit",
+            )
             room.set_result(None)
 
     def _say_hashed(self, op: str, step: int, digest: str) -> None:

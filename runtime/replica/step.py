@@ -281,7 +281,8 @@ class StepEngine:
         self._refused += 1
         if self._refused >= MAX_REFUSED_STEPS:
             raise RuntimeError(
-                f"{flaw}, {self._refused} times in a row; do all replicas read the same data?"
+                f"{flaw}, {self._refused} times in a row: see that all replicas read the same data "
+                "in the same order, else look at the memory of that replica's node"
             )
         self.forget()
         self.shares = self._usual

@@ -30,7 +30,11 @@ class Pace:
     def __str__(self) -> str:
         if not self.slow:
             return f"replica {self.replica} keeps up with its peers again"
-        return f"replica {self.replica} takes {self.times:.2f} times as long as its peers"
+        return (
+            f"replica {self.replica} takes {self.times:.2f} times as long for a shard as its "
+            "peers, and all wait for it: look on its node for a throttled card, another program or "
+            "slow reads of data; if none is found start it on another node"
+        )
 
 
 class Stragglers:

@@ -28,10 +28,10 @@ from runtime.client import CheckpointSaved
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.membership import Member, Severed
 from runtime.replica.peers import Reduced
-from runtime.replica.rank import FAILURES, Rank, Unloadable, name_of
+from runtime.replica.rank import FAILURES, NOT_COMPARED, Rank, Unloadable, name_of
 from runtime.replica.sharing import Sharing
 from runtime.replica.siblings import NEXT, Incomplete, Siblings
-from runtime.replica.step import NotWhole
+from runtime.replica.step import MAX_REFUSED_STEPS, NotWhole
 from runtime.replica.telling import Teller
 
 #: What a copy of the state is hashed for, in the words in which others are told of it.
@@ -148,7 +148,11 @@ class Together:
         flaws = [flaw for flaw in said if flaw]
         if flaws:
             self._all("refuse", flaw=flaws[0])
-            raise NotWhole(flaws[0])
+            raise NotWhole(
+                f"{flaws[0]}; it is computed anew, {MAX_REFUSED_STEPS} times in a row end the "
+                "process: see that all replicas read the same data, else look at the memory of "
+                "that replica's node"
+            )
         assert self.rank.tail is not None  # noqa: S101 - it was summed
         return self.rank.tail
 
@@ -509,7 +513,8 @@ class Together:
                 "not_compared",
                 f"the replicas' states have not been compared for {late} times "
                 f"{self._compare_every} steps: this one has no memory free for a copy, which a "
-                "checkpoint to a slow store may hold",
+                "checkpoint to a slow store may hold; training goes on: look why that store is "
+                "slow, or save to it less often (every_s)",
             )
         return False
 
@@ -526,7 +531,8 @@ class Together:
         self._begin_to_hash("compared")
         for rank, flaw in enumerate(self._all("compare")):
             if flaw:
-                self.trouble("not_compared", f"step {self.committed}, rank {rank}: {flaw}")
+                where = f"step {self.committed}, rank {rank}"
+                self.trouble("not_compared", f"{where}: {flaw}; {NOT_COMPARED}")
 
     def prove(self) -> None:
         """At the edge after a marked step: the witness and all who follow hash what they hold."""

@@ -36,6 +36,9 @@ from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.suspects import HELD_BACK_S, TRIAL_STEPS, DoesNotTrain, Losses, Trial
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import (
+    ENV_LOCAL_DIR,
+    ENV_NETWORK,
+    ENV_OBJECT_STORE,
     ENV_STANDBY,
     ENV_WORLD_REPLICAS,
     TOLD_TO_END,
@@ -82,6 +85,8 @@ log = logging.getLogger("drydock.whole")
 
 #: Of these each rank keeps a part of its own, and no writer sees the others'.
 IN_PARTS = tuple(name for name in TIERS if name not in OF_ALL_NODES)
+#: Which setting makes a tier that a rank may lack; of memory the nodes tell each other.
+SETTINGS: dict[TierName, str] = {"local": ENV_LOCAL_DIR, "object": ENV_OBJECT_STORE}
 
 
 class WholeJob:
@@ -270,6 +275,7 @@ class WholeJob:
         self._start = self._ranks.from_first(uuid.uuid4().hex[:8])
         self.samples.open(self.job.trouble, self._ranks)
         self._resume(self._meet_nodes())
+        self._tell_left_out_tiers()
         self._refuse_odd()
         if not self.job.rank:
             self._teller.members = list(range(self.job.world_replicas))
@@ -301,13 +307,30 @@ class WholeJob:
                 host = own_address(towards, self.job.network)
                 holder = self.saver.open_holder(host)
             except OSError as error:
-                self.job.trouble("no_holder", f"peers do not reach this node: {error}")
+                text = (
+                    f"peers cannot save to this node's memory: it finds no way to {towards}, by "
+                    f"MASTER_ADDR ({error}); say in {ENV_NETWORK} at which network they reach it"
+                )
+                self.job.trouble("no_holder", text)
         holders = self._ranks.from_each(holder)
         if any(holders) and not all(holders) and not self.job.rank:
             lacks = holders.index({})
             text = f"no memory keeps anything of this job: the node of rank {lacks} has no holder"
             self.job.trouble("no_holder", text)
         return self.saver.meet_nodes(holders)
+
+    def _tell_left_out_tiers(self) -> None:
+        """A tier that some rank lacks has no part of it, and so no checkpoint of any."""
+        of_each = self._ranks.from_each(sorted(self.saver.tiers))
+        for name, setting in SETTINGS.items():
+            lacking = [rank for rank, tiers in enumerate(of_each) if name not in tiers]
+            if 0 < len(lacking) < len(of_each) and not self.job.rank:
+                text = (
+                    f"no checkpoint comes whole in the tier {name}: {len(lacking)} of "
+                    f"{len(of_each)} ranks, the first of them rank {lacking[0]}, have no "
+                    f"{setting}: give it to all or to none, and start the job anew"
+                )
+                self.job.trouble("tier_left_out", text, name)
 
     def _save_last(self) -> None:
         """To each tier that has not the last step yet, also where saving it has failed; to none if

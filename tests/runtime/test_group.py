@@ -83,6 +83,21 @@ def test_an_address_of_the_coordinator_that_is_none_is_named(make: Make, coordin
         make(coordinator=coordinator)
 
 
+@pytest.mark.parametrize(
+    "error", [socket.gaierror(-2, "Name or service not known"), UnicodeError("label too long")]
+)
+def test_a_coordinator_whose_host_is_not_found_is_named_with_its_variable(
+    make: Make, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def nowhere(_host: str) -> str:
+        raise error
+
+    monkeypatch.setattr("runtime.replica.network.source_towards", nowhere)
+
+    with pytest.raises(RuntimeError, match=r"DRYDOCK_COORDINATOR is 'node9:7070', .*hosts node9`"):
+        make(coordinator="node9:7070")
+
+
 class Files(Dataset[torch.Tensor]):
     """Its samples would be read from there."""
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,34 @@ def test_what_would_stop_the_job_one_day_is_refused_at_once(
         listening.options("")
 
     assert words in capsys.readouterr().err
+
+
+def test_a_number_of_replicas_that_is_none_is_refused_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DRYDOCK_TOKEN", "t")
+    monkeypatch.setenv("DRYDOCK_WORLD_REPLICAS", "four")
+    monkeypatch.setattr("sys.argv", ["coordinator", "--job", "j", "--state-dir", "s"])
+
+    with pytest.raises(SystemExit):
+        listening.options("")
+
+    assert "DRYDOCK_WORLD_REPLICAS is 'four': give a whole number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "203.0.113.9"])
+def test_where_it_cannot_listen_it_ends_with_the_option_to_change(
+    tmp_path: Path, host: str
+) -> None:
+    """Another has the port there, or it is the address of another machine."""
+    coordinator = Coordinator(RecordFile(tmp_path, "j"), "t", world=2, min_replicas=1)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            SystemExit, match=f"--listen is {host}:{port}, and nothing can listen there"
+        ):
+            asyncio.run(listening.run(coordinator, host, port, None))
 
 
 @pytest.mark.parametrize("listen", ["node1", "node1:", "7070", "node1:http", "node1:70000"])

@@ -188,10 +188,26 @@ def test_who_is_not_let_in_is_told_of_once_until_it_has_been_in() -> None:
     member.hear(epoch(2))
     member.hear(sync(3))
 
-    assert before == [("cannot_rejoin", "not let in 4 times in a row, the last time: it is late")]
-    assert trainer.troubles[1:] == [
-        ("cannot_rejoin", "not let in 3 times in a row, the last time: it is late")
+    told = [*before, *trainer.troubles[1:]]
+    assert [kind for kind, _text in told] == ["cannot_rejoin"] * 2
+    assert [text.partition(".")[0] for _kind, text in told] == [
+        "not let in 4 times in a row, the last time: it is late",
+        "not let in 3 times in a row, the last time: it is late",
     ]
+    assert "It tries on" in told[0][1]
+
+
+def test_a_member_that_the_others_went_on_without_hears_that_it_comes_back_by_itself() -> None:
+    trainer = Barred()
+    member = Member(1, lambda _op, **_told: None, cast(Trainer, trainer))
+    member.hear(epoch(2))
+
+    member.hear({"op": "evicted", "epoch": 3})
+
+    ((kind, text),) = trainer.troubles
+    assert kind == "evicted"
+    assert text.startswith("epoch 2 went on without this replica")
+    assert "it comes back by itself" in text
 
 
 class Breaking(Behind):
@@ -221,6 +237,7 @@ def test_epochs_of_the_same_members_that_break_again_and_again_are_told_once() -
     ((kind, text),) = trainer.troubles
     assert kind == "epochs_break"
     assert "after step 11 the epoch of replicas [0, 1, 2] broke 3 times in a row" in text
+    assert "is mended" in text
     assert text.endswith("Too many open files")
 
 

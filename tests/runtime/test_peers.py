@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import queue
 import re
@@ -751,6 +752,33 @@ def test_a_follower_without_memory_says_that_it_cannot_follow(
     message = heard.get(timeout=PATIENCE_S)
     assert message["op"] == "cannot_follow"
     assert "not enough memory" in message["error"]
+
+
+def test_a_state_for_which_there_is_no_memory_says_how_much_it_takes(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_size: int, *, large: bool) -> memoryview:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    digest = donor.offer(STATE)
+    size = manifest_of(donor)["bytes"]
+    monkeypatch.setattr("runtime.replica.fetching.pages", none_left)
+
+    with pytest.raises(MemoryError, match=f"{size} bytes for the state of step 7 cannot be had"):
+        fetch_state([donor.address], "right", 7, digest)
+
+
+def test_a_step_for_which_there_is_no_memory_says_how_much_it_takes(
+    donor: Donor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(_size: int) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    donor.kept.add(Reduced(8, 1, torch.zeros(5)))
+    monkeypatch.setattr("runtime.replica.fetching.torch.empty", none_left)
+
+    with pytest.raises(MemoryError, match="20 bytes for step 8 cannot be had"):
+        fetch_reduced([donor.address], "right", 8)
 
 
 def test_a_follower_hears_of_each_step_in_order_and_when_it_is_up_to_date(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from runtime.checkpoint import saver as saver_module
 from runtime.checkpoint import store
 from runtime.checkpoint.draft import HOST
 from runtime.checkpoint.handle import WRITER_MODULE, WriterHandle
@@ -303,6 +304,9 @@ def test_without_room_a_save_is_skipped_and_told(trainer: OneRank) -> None:
     assert began == [True, True, False]
     assert ready == [False, False]
     assert trainer.told.troubles() == ["checkpoint_skipped", "checkpoint_late"]
+    skipped = next(one for one in trainer.told.messages if isinstance(one, Trouble))
+    assert skipped.text.startswith("nothing was saved to shared: shared has the memory for copies")
+    assert "every_s" in skipped.text
 
 
 def test_of_a_store_that_stays_slow_an_engineer_is_told_once_until_it_was_on_time(
@@ -318,6 +322,23 @@ def test_of_a_store_that_stays_slow_an_engineer_is_told_once_until_it_was_on_tim
 
     assert slow == ["checkpoint_late"]
     assert trainer.told.troubles() == ["checkpoint_late"] * 2
+
+
+def test_at_the_end_what_is_not_durable_yet_is_told_with_who_finishes_it(
+    trainer: OneRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer.save_all(1)
+    writer = trainer.writer()
+    os.kill(writer, signal.SIGSTOP)
+    trainer.save(2)
+    monkeypatch.setattr(saver_module, "FINISH_S", 0.1)
+
+    trainer.saver.finish()
+    os.kill(writer, signal.SIGCONT)
+
+    (told,) = [one for one in trainer.told.messages if isinstance(one, Trouble)]
+    assert told.kind == "checkpoint_unfinished"
+    assert told.text.startswith("not durable after 0.1 s: shared. The writers finish what they")
 
 
 def hold_up_the_next(trainer: OneRank, step: int) -> None:
@@ -518,6 +539,7 @@ def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) ->
     failed, well = [m for m in trainer.told.messages if isinstance(m, Trouble)]
     assert (failed.kind, failed.subject) == ("checkpoint_failed", "shared")
     assert "state.extra is a set" in failed.text
+    assert f"see that {trainer.saver.folders.shared} answers" in failed.text
     assert well.kind == "checkpoint_recovered"
 
 

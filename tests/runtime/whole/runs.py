@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,25 +28,32 @@ from runtime.ledger.__main__ import read
 from runtime.ledger.check import Report, check
 from runtime.snapshot import stage
 from tests.ports import free_port
+from tests.runtime.forking import Forked
 from tests.runtime.replicas import PATIENCE_S, ROOT, TOKEN, until
 from tests.runtime.test_client import Door
 
 SCRIPT = Path(__file__).with_name("script.py")
+TORCHRUN_SCRIPT = str(ROOT / "tests" / "runtime" / "torchrun.py")
 STEPS = 30
 NEVER_S = 1e9
 NEVER = 1 << 40  # steps
 
 
-def all_of(process: subprocess.Popen[str]) -> str:
+def all_of(process: subprocess.Popen[bytes]) -> str:
     """What it writes until it ends; if it does not, it and what it started are killed."""
-    try:
-        return process.communicate(timeout=PATIENCE_S)[0]
-    except subprocess.TimeoutExpired:
-        kill(process)
-        raise
+    assert process.stdout is not None
+    limit = threading.Timer(PATIENCE_S, kill, [process])
+    limit.start()
+    with process.stdout as output:
+        said = output.read().decode()
+    process.wait(PATIENCE_S)
+    in_time = limit.is_alive()
+    limit.cancel()
+    assert in_time, f"not within {PATIENCE_S} s: {said}"
+    return said
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: subprocess.Popen[bytes]) -> None:
     """With all that it started; nothing, if it has ended."""
     if process.poll() is None:
         for one in psutil.Process(process.pid).children(recursive=True):
@@ -104,8 +111,8 @@ class Whole:
         **options: object,
     ) -> tuple[list[int], str]:
         """A rank on each, with the environment that the nodes' agents give: both exit statuses.
-        `states`: what each has mounted as the folder of all. `memories`: where each node's holder
-        is found; "" for one that has none."""
+        `disks`: their folders. `states`: what each has mounted as the folder of all. `memories`:
+        where each node's holder is found; "" for one that has none, as of the disks."""
         meet = {"address": "127.0.0.1", "port": free_port(), "start": "plc_1"}
         processes = [
             self.start(
@@ -130,26 +137,22 @@ class Whole:
 
     def start(
         self, arguments: list[str], disk: str, also: dict[str, str], **options: object
-    ) -> subprocess.Popen[str]:
-        """One torchrun."""
+    ) -> subprocess.Popen[bytes]:
+        """One torchrun; its ranks are processes of their own from the first."""
         environment = {
             **told(self.folder / "state"),
-            "DRYDOCK_LOCAL_DIR": str(self.folder / disk),
+            "DRYDOCK_LOCAL_DIR": disk and str(self.folder / disk),
             "DRYDOCK_OPTIONS": json.dumps({"folder": str(self.folder), "steps": STEPS, **options}),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             **also,
         }
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.runtime.torchrun", "--monitor-interval=0.1"),
-                *(*arguments, str(SCRIPT)),
-            ],
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        words = ["--monitor-interval=0.1", *arguments, str(SCRIPT)]
+        reading, writing = os.pipe()
+        with os.fdopen(writing, "wb") as log:
+            process = Forked(TORCHRUN_SCRIPT, {**os.environ, **environment}, log, *words)
+        process.stdout = os.fdopen(reading, "rb")
+        return process
 
     def lose(self, memory: str) -> None:
         """That node's holder, and all that it kept."""

@@ -108,6 +108,20 @@ def test_of_what_one_rank_could_not_keep_no_other_tells_as_of_a_checkpoint(tmp_p
     assert local_saves(door) == []
 
 
+def test_a_tier_that_one_node_lacks_is_told_of_with_the_setting_that_is_missing(
+    tmp_path: Path,
+) -> None:
+    door = Door()
+    ended, said = Whole(tmp_path).run_on_two_nodes("disk-of-0", "", url=door.url)
+    door.close()
+
+    assert ended == [0, 0], said
+    assert local_saves(door) == []
+    (told,) = [one for one in door.messages("trouble") if one["kind"] == "tier_left_out"]
+    assert told["subject"] == "local"
+    assert "1 of 2 ranks, the first of them rank 1, have no DRYDOCK_LOCAL_DIR" in told["text"]
+
+
 def test_each_rank_tells_of_its_own_stores_that_are_late(tmp_path: Path) -> None:
     door = Door()
     # It is to save at each edge: at some of so many a rank has not finished the save before.
