@@ -59,7 +59,7 @@ from workers import triage
 
 #: The playbook whose runs say which replicas an incident is about.
 LOSS = "replica-lost"
-_IN_VAIN = (RunState.CANCELLED, RunState.FAILED)
+_IN_VAIN = {RunState.CANCELLED: "was cancelled", RunState.FAILED: "failed"}
 #: How far back a list may reach, by the word in the address, in seconds.
 WINDOWS: dict[str, tuple[str, float]] = {
     "1h": ("1 h", 3600.0),
@@ -322,10 +322,10 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
             return Ask("watch", f"Nothing now. {_doing(run)}", run)
     came_to_nothing = [one for one in runs if one.playbook == LOSS and one.state in _IN_VAIN]
     if came_to_nothing and (missed := missed_losses(incident.pk)):
-        text = "; ".join(
-            f"“{run.title}” {run.get_state_display().lower()}: {run.state_reason}" for run in missed
+        why = "; ".join(
+            f"“{run.title}” {_IN_VAIN[RunState(run.state)]} ({run.state_reason})" for run in missed
         )
-        return Ask("bring-back", f"Nobody brings back what was lost. {text}", missed[0])
+        return Ask("bring-back", f"Nobody brings back what was lost: {why}.", missed[0])
     return Ask("look", "No playbook is at work on this. Look at the evidence and act by hand.")
 
 
