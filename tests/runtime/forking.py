@@ -30,11 +30,14 @@ ORDER_BYTES = 1 << 20
 class Forked(subprocess.Popen[bytes]):
     """A script that runs, or has ended."""
 
-    def __init__(self, script: str, environment: dict[str, str], log: IO[bytes]) -> None:
-        self.args = [sys.executable, script]
+    def __init__(
+        self, script: str, environment: dict[str, str], log: IO[bytes], *arguments: str
+    ) -> None:
+        self.args = [sys.executable, script, *arguments]
         self.returncode: int | None = None
         self.stdin = self.stdout = self.stderr = None
-        self.pid = int(_ask({"script": script, "environment": environment}, [log.fileno()]))
+        order = {"words": [script, *arguments], "environment": environment}
+        self.pid = int(_ask(order, [log.fileno()]))
         self._pidfd = os.pidfd_open(self.pid)
         self._polling = threading.Lock()
 
@@ -124,10 +127,10 @@ def main() -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     random.seed()
-    sys.argv = [order["script"]]
-    sys.path[0] = str(Path(order["script"]).parent)
+    sys.argv = script, *_ = order["words"]
+    sys.path[0] = str(Path(script).parent)
     sys.path.insert(1, str(ROOT))
-    runpy.run_path(order["script"], run_name="__main__")
+    runpy.run_path(script, run_name="__main__")
 
 
 if __name__ == "__main__":

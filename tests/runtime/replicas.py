@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from runtime.checkpoint import store
 from runtime.checkpoint.manifest import Manifest
+from runtime.replica.record import RecordFile
 from tests.ports import free_port
 from tests.runtime.forking import Forked
 
@@ -107,6 +108,7 @@ class Fleet:
     network: str = ""  # where peers reach the replicas
     rate_cap: str = ""  # of what each sends to a newcomer
     forks: bool = True  # its ranks, from a process that has torch
+    agents: bool = True  # its nodes', who tell what has ended when all is started anew
     port: int = 0
     coordinator: subprocess.Popen[bytes] | None = None
     #: the first rank of each replica, and the others by replica and rank
@@ -186,9 +188,18 @@ class Fleet:
         return first
 
     def start(self) -> None:
+        """All of it; anew, if all its processes are dead."""
         self.start_coordinator()
+        if self.agents:
+            self.tell_ended()
         for replica in range(self.world):
             self.start_rank(replica)
+
+    def tell_ended(self) -> None:
+        """As their nodes' agents would: the last members' processes have ended. Untold of it, who
+        is started anew waits a lease, for they may train on out of the coordinator's reach."""
+        for replica, placement in RecordFile(self.folder / "c", "job_t").read().members.items():
+            self.ask(op="exit", replica=replica, placement=placement, code=-signal.SIGKILL)
 
     def notice(self, replica: int) -> Path:
         """Where this replica reads how long after SIGTERM it is killed."""
@@ -220,9 +231,7 @@ class Fleet:
 
     def steps(self, replica: int) -> list[dict[str, Any]]:
         """What the replica committed, over all its incarnations."""
-        path = self.folder / f"steps.{replica}"
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in self._committed(replica)]
 
     def saved(self) -> int:
         """The last step of the latest training of which a checkpoint on these disks is whole, read
@@ -237,8 +246,10 @@ class Fleet:
         return next(whole, -1)
 
     def last(self, replica: int) -> dict[str, Any]:
-        steps = self.steps(replica)
-        return steps[-1] if steps else {"step": -1, "members": [], "epoch": 0}
+        step: dict[str, Any] = {"step": -1, "members": [], "epoch": 0}
+        for line in self._committed(replica)[-1:]:
+            step = json.loads(line)
+        return step
 
     def wait_for_step(self, step: int) -> None:
         until(lambda: self.newest() >= step, f"step {step}")
@@ -295,6 +306,11 @@ class Fleet:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(json.loads(path.read_bytes())["pid"], signal.SIGKILL)
 
+    def _committed(self, replica: int) -> list[str]:
+        path = self.folder / f"steps.{replica}"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [line for line in lines if line.endswith("\n")]
+
     def _run(
         self, name: str, arguments: list[str], environment: dict[str, str]
     ) -> subprocess.Popen[bytes]:
@@ -314,7 +330,7 @@ class Fleet:
         self, arguments: list[str], environment: dict[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         if self.forks and arguments[0].endswith(".py"):
-            return Forked(arguments[0], environment, log)
+            return Forked(arguments[0], environment, log, *arguments[1:])
         words = [sys.executable, *arguments]
         return subprocess.Popen(words, env=environment, stdout=log, stderr=log)
 

@@ -120,6 +120,7 @@ def test_a_job_that_died_as_a_whole_goes_on_in_the_middle_of_an_epoch(
 
     reached = fleet.newest()
     fleet.kill(0, 1)
+    fleet.tell_ended()
     fleet.start_rank(0)
     fleet.start_rank(1)
     fleet.wait_for_step(reached + 40)

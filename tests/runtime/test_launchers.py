@@ -19,7 +19,7 @@ import pytest
 from runtime.launchers import Place, place_of
 from tests.runtime.replicas import PATIENCE_S, ROOT, Fleet
 from tests.runtime.test_replicas import assert_every_sample_once
-from tests.runtime.whole.runs import told
+from tests.runtime.whole.runs import TORCHRUN_SCRIPT, told
 
 SCRIPT = Path(__file__).with_name("tiny.py")
 
@@ -207,7 +207,7 @@ class LaunchedFleet(Fleet):
 
     def torchrun(self, replica: int, restarts: int = 0) -> None:
         self.ranks[replica] = self.launch(
-            f"torchrun{replica}", "-m", "tests.runtime.torchrun", "--standalone",
+            f"torchrun{replica}", TORCHRUN_SCRIPT, "--standalone",
             "--nproc-per-node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1",
             DRYDOCK_REPLICA=str(replica),
             # Else ranks that torchrun starts anew may read where those before them listened.

@@ -407,7 +407,9 @@ def preempt(fleet: Fleet, grace_s: float | None = None) -> list[int]:
     for process in [*ranks, *started]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    return [rank.wait() for rank in ranks]
+    codes = [rank.wait() for rank in ranks]
+    fleet.tell_ended()
+    return codes
 
 
 def children_of(ranks: list[subprocess.Popen[bytes]]) -> set[psutil.Process]:

@@ -161,9 +161,10 @@ def test_members_out_of_the_coordinators_reach_hold_before_others_begin(
 
     cable.unplug()
     behind = fleet.last(0)["step"]
-    fleet.start_rank(2)  # once it is heard, their silence says something
+    for replica in (2, 3):  # once they are heard, the others' silence says something
+        fleet.start_rank(replica)
     until(lambda: fleet.ask(op="status")["members"] == [], "both are taken for dead")
-    until(lambda: fleet.last(2)["step"] >= 20, "another replica begins")
+    until(lambda: fleet.last(2)["step"] >= 20, "other replicas begin")
     held = [fleet.steps(0)[-1], fleet.steps(1)[-1]]
 
     assert [process.poll() for process in cut_off] == [None, None]
@@ -324,7 +325,8 @@ def test_a_whole_job_resumes_from_the_newest_checkpoint_of_any_replica(
 
 
 def test_a_job_killed_whole_goes_on_from_the_nodes_own_disks(make_fleet: MakeFleet) -> None:
-    fleet = make_fleet(2, own_disks=True, options={"local_s": 0.2})
+    """Even if nobody tells that its processes have ended."""
+    fleet = make_fleet(2, own_disks=True, agents=False, lease_s=4.0, options={"local_s": 0.2})
     fleet.start()
     until(lambda: min(newest_local(fleet, r) for r in (0, 1)) > 20, "both disks hold a checkpoint")
 
@@ -622,7 +624,7 @@ def test_a_wrong_token_is_refused_with_one_line(make_fleet: MakeFleet) -> None:
 
 
 def test_a_resume_equals_the_run_that_was_left_alone(make_fleet: MakeFleet) -> None:
-    alone = make_fleet(1, options={"steps": 400})
+    alone = make_fleet(1, options={"steps": 400, "pace_s": 0})
     alone.start()
     assert alone.ranks[0].wait(PATIENCE_S) == 0
     killed = make_fleet(1, options={"steps": 400, "checkpoint_s": 0.01})
@@ -631,7 +633,8 @@ def test_a_resume_equals_the_run_that_was_left_alone(make_fleet: MakeFleet) -> N
     until(lambda: len(list(checkpoints.glob("step-*"))) >= 2, "two checkpoints")
 
     killed.kill(0)
-    resumed = killed.start_rank(0)
+    killed.tell_ended()
+    resumed = killed.start_rank(0, checkpoint_s=3600, pace_s=0)
 
     assert resumed.wait(PATIENCE_S) == 0
     assert killed.weights() == alone.weights()

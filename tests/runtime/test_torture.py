@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -658,30 +658,42 @@ script.main()
 """
 
 
-@pytest.mark.parametrize(
-    ("kind", "patience_s", "digest_equal", "problem"),
-    [
-        ("slow", 300, False, "the replicas end with different states"),
-        # One is not let in, for which it waits as long.
-        ("kill", 90, None, "replicas that hold different states were told of"),
-    ],
-)
-def test_a_claim_that_does_not_hold_is_told_and_is_the_exit_status(
-    tmp_path: Path, kind: str, patience_s: int, digest_equal: bool | None, problem: str
-) -> None:
-    """Each process comes to other weights than the others."""
-    (tmp_path / "erring.py").write_text(ERRING)
-    run = torture(
-        tmp_path, "--json", "--seed", "4", "--replicas", "2", "--faults", "1", "--kinds", kind,
-        "--patience", str(patience_s), "--phases", "forward",
-        "--script", str(tmp_path / "erring.py"),
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def erring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """Runs, by the kind of their fault, in which each process comes to other weights than the
+    others. They begin together, for one of them takes long: who was killed is not let in, for
+    which that run waits as long as it may. It leaves the processor to the other tests."""
+    script = tmp_path_factory.mktemp("erring") / "erring.py"
+    script.write_text(ERRING)
+    runs = {
+        kind: torture(
+            tmp_path_factory.mktemp(kind), "--json", "--seed", "4", "--replicas", "2",
+            "--faults", "1", "--kinds", kind, "--patience", patience_s, "--phases", "forward",
+            "--script", str(script), "--pace", "0.01",
+        )
+        for kind, patience_s in (("slow", "300"), ("kill", "90"))
+    }  # fmt: skip
+    yield runs
+    for run in runs.values():
+        with run:
+            run.kill()
 
+
+def assert_claim_is_broken(
+    run: subprocess.Popen[str], digest_equal: bool | None, problem: str
+) -> None:
+    """That is told, and is the exit status."""
     told, _ = run.communicate(timeout=300)
     report = json.loads(told)
 
     assert (report["ok"], report["digest_equal"], run.returncode) == (False, digest_equal, 1)
     assert any(problem in one for one in report["problems"])
+
+
+def test_replicas_that_end_with_different_states_break_a_claim(
+    erring: dict[str, subprocess.Popen[str]],
+) -> None:
+    assert_claim_is_broken(erring["slow"], False, "the replicas end with different states")
 
 
 @pytest.mark.skipif(bool(impossible()), reason=f"no network of its own here: {impossible()}")
@@ -908,3 +920,10 @@ def test_a_killed_runner_leaves_no_process_behind(tmp_path: Path) -> None:
 
     until(lambda: not any(process.is_running() for process in started), "all have ended")
     assert run.returncode == -signal.SIGKILL
+
+
+def test_replicas_that_hold_different_states_break_a_claim(
+    erring: dict[str, subprocess.Popen[str]],
+) -> None:
+    problem = "replicas that hold different states were told of"
+    assert_claim_is_broken(erring["kill"], None, problem)

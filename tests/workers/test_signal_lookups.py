@@ -4,7 +4,7 @@ once: ingest's writer and the keeper have seconds for it."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
+from pytest_django import DjangoDbBlocker
 
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
@@ -21,6 +22,7 @@ from controlplane.jobs.choices import JobState
 from controlplane.jobs.models import Job
 from runtime import client
 from tests.factories import CheckpointFactory, JobFactory, SignalFactory
+from tests.once import around_tests
 from tests.workers.moving import told_by
 from tests.workers.test_earlier_lines import PARITY, SXID, XID_31
 from tests.workers.world import XID_79, World
@@ -34,9 +36,16 @@ LINE = SignalKind.KERNEL_LINE
 KINDS = (SignalKind.PROCESS_EXITED, SignalKind.PEER_LOST, SignalKind.JOB_TROUBLE)
 
 
-@pytest.fixture
-def told(world: World) -> World:
+@pytest.fixture(scope="module")
+def signals(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[None]:
     """Many jobs have told much, and many nodes kernel lines."""
+    with around_tests(django_db_blocker):
+        with django_db_blocker.unblock():
+            many_signals()
+        yield
+
+
+def many_signals() -> None:
     now = timezone.now()
     Signal.objects.bulk_create(
         Signal(id=f"{kind}-{n}", kind=kind, job_id=f"job_{n}", placement_id=f"plc_{n}",
@@ -47,6 +56,11 @@ def told(world: World) -> World:
     Signal.objects.bulk_create(
         Signal(id=f"line-{n}", kind=LINE, observed_at=now, triaged_at=now) for n in range(EACH)
     )
+
+
+@pytest.fixture
+def told(signals: None, world: World) -> World:
+    """Among them two replicas."""
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE health_signal, jobs_placement")
     return world

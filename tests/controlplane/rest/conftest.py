@@ -18,24 +18,15 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def made_once(django_db_setup: None, django_db_blocker: DjangoDbBlocker) -> Iterator[World]:
-    """In a transaction around those of the file's tests, which undo what they do to it."""
-    from django.db import transaction
+    """For all of the file's tests, which undo what they do to it."""
+    from tests.once import around_tests
 
     from .world import one_of_each
 
-    around = transaction.atomic()
-    # As around TestCase.setUpTestData: what is durable in production may be called within it.
-    around._from_testcase = True  # type: ignore[attr-defined]
-    with django_db_blocker.unblock():
-        around.__enter__()
-    try:
+    with around_tests(django_db_blocker):
         with django_db_blocker.unblock():
             world = one_of_each()
         yield world
-    finally:
-        with django_db_blocker.unblock():
-            transaction.set_rollback(True)
-            around.__exit__(None, None, None)
 
 
 @pytest.fixture

@@ -155,6 +155,7 @@ def test_a_job_killed_again_and_again_ends_as_one_left_alone(
         when()
         threading.Event().wait(chance.uniform(0, 0.5))
         killed.kill(0)
+        killed.tell_ended()
         lives.ended()
     killed.start_rank(0)
     lives.wait_for_workers()
