@@ -455,7 +455,7 @@ def _let_go(step: PlaybookStep, verdict: guards.Verdict, now: datetime) -> bool:
 
 
 def _only_shown(run: PlaybookRun, step: PlaybookStep, now: datetime) -> None:
-    """A dry run ends at its first disruptive step. Its incident stays open: nothing was done."""
+    """A dry run ends at its first disruptive step. That ends no incident: nothing was done."""
     step.state = StepState.SKIPPED
     step.finished_at = now
     step.wake_at = None

@@ -56,6 +56,7 @@ from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
 from controlplane.jobs.selectors import placeable, placeable_nodes
 from controlplane.paging import Top
 from workers import triage
+from workers.losses import lives
 
 #: The playbook whose runs say which replicas an incident is about.
 LOSS = "replica-lost"
@@ -241,33 +242,54 @@ def waits_for_hands(incident: Incident) -> bool:
     return any(not _was_examined(failure) for failure in left)
 
 
-def last_losses(incident_id: str) -> QuerySet[PlaybookRun]:
-    """Of each replica that the incident is about the run that was to bring it back: the last one,
-    of one that was lost twice."""
+def last_losses(incident_id: str) -> list[PlaybookRun]:
+    """Of each replica that the incident is about the run that was to bring it back."""
     losses = PlaybookRun.objects.filter(incident=incident_id, playbook=LOSS)
-    return losses.order_by("subject", "-created_at").distinct("subject")
+    return _last_of_each(losses.select_related("job").order_by("created_at"))
 
 
 def missed_losses(incident_id: str) -> list[PlaybookRun]:
-    """Those of replicas that are away and that nobody brings back: neither has the run, nor, as far
-    as is known, anybody else since. None while runs are at work, or once the job is over."""
-    finished = last_losses(incident_id).select_related("job")
-    return [loss for loss in finished if loss.state not in RUN_UNFINISHED and _is_missed(loss)]
+    """Of these what came to nothing though the job goes on and the replica does not train, by
+    whoever's doing."""
+    return _missed(last_losses(incident_id))
 
 
-def _is_missed(loss: PlaybookRun) -> bool:
+def to_bring_back(incident_id: str) -> list[PlaybookRun]:
+    """Of these what nobody sees to: nothing of the replica is there or is being started."""
+    return [loss for loss in missed_losses(incident_id) if not _is_seen_to(loss)]
+
+
+def _last_of_each(losses: Iterable[PlaybookRun]) -> list[PlaybookRun]:
+    """Of a replica that was lost twice the last one counts."""
+    return list({loss.subject: loss for loss in losses}.values())
+
+
+def _missed(losses: Iterable[PlaybookRun]) -> list[PlaybookRun]:
+    return [loss for loss in losses if loss.state in _IN_VAIN and not _trains(loss)]
+
+
+def _trains(loss: PlaybookRun) -> bool:
+    """Whether the replica does, or its job needs it no more."""
     job = loss.job
-    if loss.state == RunState.SUCCEEDED or job is None or job.state not in JOB_ACTIVE:
-        return False
-    training = Placement.objects.filter(
-        IN_ITS_PLACE,
-        replica__job=job,
-        replica__index=loss.context.get("replica"),
-        joined_at__isnull=False,
-    ).exclude(state=PlacementState.ENDED)
-    # What it knows to be lost has not ended before something takes its place.
-    others = training.exclude(pk=loss.context.get("lost_placement", ""))
-    return others.count() < job.nodes_per_replica
+    if job is None or job.state not in JOB_ACTIVE:
+        return True
+    trained = _alive(loss).filter(joined_at__isnull=False)
+    return sum(map(lives, trained)) >= job.nodes_per_replica
+
+
+def _is_seen_to(loss: PlaybookRun) -> bool:
+    nodes = loss.job.nodes_per_replica if loss.job else 1
+    starts = PlaybookRun.objects.filter(job=loss.job_id, playbook="start-job")
+    at_work = starts.filter(state__in=RUN_UNFINISHED).exists()
+    return at_work or sum(map(lives, _alive(loss))) >= nodes
+
+
+def _alive(loss: PlaybookRun) -> QuerySet[Placement]:
+    own = Placement.objects.filter(
+        IN_ITS_PLACE, replica__job=loss.job_id, replica__index=loss.context.get("replica")
+    )
+    alive = own.exclude(state=PlacementState.ENDED)
+    return alive.select_related("replica", "node__lease")
 
 
 def _was_examined(failure: Failure) -> bool:
@@ -320,8 +342,8 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
     for run in runs:
         if run.state in RUN_ACTIVE:
             return Ask("watch", f"Nothing now. {_doing(run)}", run)
-    came_to_nothing = [one for one in runs if one.playbook == LOSS and one.state in _IN_VAIN]
-    if came_to_nothing and (missed := missed_losses(incident.pk)):
+    losses = sorted((one for one in runs if one.playbook == LOSS), key=lambda run: run.created_at)
+    if missed := _missed(_last_of_each(losses)):
         why = "; ".join(
             f"“{run.title}” {_IN_VAIN[RunState(run.state)]} ({run.state_reason})" for run in missed
         )

@@ -455,7 +455,7 @@ class Delivery:
         log.warning("checkpoint_failed tier=%s error=%s", tier, why)
         if new:
             text = (
-                f"{why}; training goes on, and each save that is due tries again: if it is the "
+                f"{why}; while training goes on each save that is due tries again: if it is the "
                 f"store's doing see that {self._store_of(tier)} answers and has space"
             )
             self._job.trouble("checkpoint_failed", text, tier)

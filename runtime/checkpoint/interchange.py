@@ -266,7 +266,7 @@ def import_into(
         raise Odd(f"no tensor's name begins with {strip!r}; the names are {names}")
     facts = {"imported": str(source), "epoch": 0, "ranks": 1, "at": round(time.time(), 3)}
     try:
-        with _memory_for(source, size_of(model)):
+        with _memory_for(source, Layout({"model": model}).table.bytes):
             staged = _staged({"model": model}, progress)
     except (TypeError, RuntimeError) as error:
         raise Odd(f"{source} cannot be kept: {in_a_line(error)}") from error
@@ -306,6 +306,11 @@ def _refuse_one_of_several(source: Path) -> None:
     part = _PART.search(source.name)
     if part is not None and int(part["files"]) > 1:
         what = f"one of the {int(part['files'])} files of a model"
+        if not any(source.parent.glob("*.index.json")):
+            raise Odd(
+                f"{source} is {what}, and beside it is no index of them: get all of them with the "
+                f"index, or if it is a model of its own rename it, as to model{source.suffix}"
+            )
     elif source.name.endswith(".index.json"):
         what = "the index of a model's files"
     elif source.suffix == ".distcp" or source.name == ".metadata":
@@ -529,7 +534,7 @@ def _memory_for(what: Path, size: int) -> Iterator[None]:
     try:
         memory_left.demand(size)
         yield
-    except Exception as error:
+    except BaseException as error:  # of which torch's for DCP is none other
         if not isinstance(error, MemoryError) and _NO_MEMORY not in str(error):
             raise
         left = memory_left.left_bytes()

@@ -259,8 +259,8 @@ class Checkpointer:
             )
         else:
             text = (
-                f"{what}: no memory for a copy was to be had. What was saved before stays; free "
-                "memory on this node, or raise its limit"
+                f"{what}: there was no memory for a copy in time. What was saved before stays; "
+                "free memory on this node, or raise its limit"
             )
         self.job.trouble("checkpoint_skipped", text)
 

@@ -584,10 +584,10 @@ def remove(path: Path) -> Path | None:
             path.rename(gone)
         except FileNotFoundError:  # another host was faster
             return None
-        except OSError:  # this folder cannot be written, or its disk is ill
-            if is_named(path):
+        except OSError as error:  # this folder cannot be written, or its disk is ill
+            if is_named(path) and error.errno not in disk.FULL:
                 return path
-            gone = path
+            gone = path  # a full disk may have no room for the longer name
     with contextlib.suppress(OSError):
         if gone.is_symlink() or gone.is_file():
             gone.unlink()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from django.utils import timezone
 
 from controlplane.errors import Conflict
 from controlplane.fleet.choices import NodeState
@@ -13,10 +14,10 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.actions.ending import end_job
 from controlplane.incidents.choices import ApprovalState, IncidentState, Mode, RunState
 from controlplane.incidents.models import Approval, Incident
-from controlplane.incidents.selectors import ask_of, runs_of
-from controlplane.jobs.choices import JobState
-from controlplane.jobs.models import Job
-from tests.factories import PlacementFactory
+from controlplane.incidents.selectors import ask_of, runs_of, to_bring_back
+from controlplane.jobs.choices import JobState, PlacementState
+from controlplane.jobs.models import Job, Placement
+from tests.factories import InterruptionFactory, PlacementFactory, ReplicaFactory
 from tests.workers.moving import PERSON
 from tests.workers.world import (
     HEALTHY,
@@ -202,6 +203,66 @@ def test_what_is_being_brought_back_is_not_brought_back_twice(world: World) -> N
     with pytest.raises(Conflict, match="nothing is to be brought back"):
         incidents.bring_back_missed(PERSON, incident.pk, "the storage is back")
     assert incident.runs.count() == 2
+
+
+def test_what_others_are_starting_is_not_brought_back_besides(world: World) -> None:
+    incident = called_off(world)
+    PlacementFactory(
+        replica=world.placements[1].replica, node=world.spares[1], joined_at=None, state="running"
+    )
+
+    with pytest.raises(Conflict, match="nothing is to be brought back"):
+        incidents.bring_back_missed(PERSON, incident.pk, "the storage is back")
+    incidents.resolve_losses()
+    assert Incident.objects.get().unresolved
+
+
+def test_what_came_back_and_was_lost_again_meanwhile_is_not_taken_for_training(
+    world: World,
+) -> None:
+    world.kill(world.placements[1])
+    drain()
+    answer("start_rank", pid=2)
+    back = world.placement_of(1)
+    incidents.pause_run(PERSON, run_of("replica-lost").pk, "wait")
+    world.join(back)
+    world.kill(back)
+    drain()
+    incidents.call_off(PERSON, run_of("replica-lost").pk, "not today")
+    incidents.resolve_losses()
+    incident = Incident.objects.get()
+
+    assert incident.unresolved
+    assert [run.context["replica"] for run in to_bring_back(incident.pk)] == [1]
+
+
+def test_it_ends_once_the_same_process_is_let_in_again(world: World) -> None:
+    starved = world.placements[1]
+    world.peers_lose(starved)
+    drain()
+    incidents.call_off(PERSON, run_of("replica-lost").pk, "it is only slow")
+    incidents.resolve_losses()
+    before = Incident.objects.get().unresolved
+    InterruptionFactory(job=world.job, entered=[starved.pk], started_at=timezone.now())
+    incidents.resolve_losses()
+
+    assert before
+    assert Incident.objects.get().state == IncidentState.RESOLVED
+
+
+def test_what_is_brought_back_later_goes_elsewhere_if_its_node_is_another_job_s_by_now(
+    world: World,
+) -> None:
+    incident = called_off(world)
+    lost = world.placements[1]
+    Placement.objects.filter(pk=lost.pk).update(state=PlacementState.ENDED)
+    PlacementFactory(node=lost.node, replica=ReplicaFactory(job__cluster=world.cluster))
+    incidents.bring_back_missed(PERSON, incident.pk, "the storage is back")
+    drain()
+
+    again = world.placement_of(1)
+    assert again.state == PlacementState.STARTING
+    assert again.node_id in [spare.pk for spare in world.spares]
 
 
 def test_nothing_is_brought_back_to_a_job_that_is_over(world: World) -> None:

@@ -206,6 +206,7 @@ def choose_place(ctx: StepContext) -> Outcome:
         node_fit=bool(ctx.values["node_fit"])
         and not going
         and may_stay(placement.node, job)
+        and not _is_others(placement)
         and placement.node_id not in ctx.values["passed_over"],
         reset_pending=bool(placement.node.reset_pending),
         saved=losses.saved_for(placement),
@@ -239,6 +240,13 @@ def choose_place(ctx: StepContext) -> Outcome:
         evidence=evidence,
         context={"strategy": decision.strategy, "target": target},
     )
+
+
+def _is_others(lost: Placement) -> bool:
+    """Whether another replica has the node by now: the run that was to bring this one back may have
+    been called off, and its node given back."""
+    there = Placement.objects.filter(node=lost.node_id).exclude(state=PlacementState.ENDED)
+    return there.exclude(replica=lost.replica_id).exists()
 
 
 def take_node_out(ctx: StepContext) -> Outcome:

@@ -163,8 +163,8 @@ def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
 def set_restored(run: PlaybookRun) -> None:
     """Note when the job had all its replicas again, and what the time between cost: `run` brought
     one back, or found it there. Nothing while another one that the incident is about is away."""
-    others = last_losses(str(run.incident_id)).exclude(subject=run.subject)
-    if any(state != RunState.SUCCEEDED for state in others.values_list("state", flat=True)):
+    others = [one for one in last_losses(str(run.incident_id)) if one.subject != run.subject]
+    if any(one.state != RunState.SUCCEEDED for one in others):
         return
     losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=LOSS)
     back = [
@@ -203,30 +203,21 @@ def resolve_if_over(actor: Actor, incident_id: str, reason: str) -> bool:
     """The same, unless something of it is left to people, or a replica that it is about is missed:
     who was to bring that back may have been called off."""
     incident = Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
-    if waits_for_hands(incident) or missed_losses(incident_id):
-        return False
-    return resolve(actor, incident_id, reason)
+    return _is_over(incident) and resolve(actor, incident_id, reason)
 
 
 def resolve_losses() -> int:
-    """Resolve the incidents of replicas at which nothing is at work any more and that are all back,
-    or whose job is over: the last run of such a one may have been called off, or only shown, and a
-    replica may have been brought back by whoever has its job. Returns how many; the keeper calls
-    it."""
+    """Resolve the incidents of replicas at which nothing is at work any more and that all train
+    again, or whose job ends: the last run of such a one may have been called off, or only shown,
+    and a replica may have been brought back by whoever has its job. Returns how many; the keeper
+    calls it."""
     runs = PlaybookRun.objects.filter(incident=OuterRef("pk"))
     left = Incident.objects.filter(
         Exists(runs.filter(playbook=LOSS)),
         ~Exists(runs.filter(state__in=RUN_UNFINISHED)),
         state__in=INCIDENT_UNRESOLVED,
     ).select_related("job")
-    return sum(
-        resolve_if_over(
-            SYSTEM,
-            incident.pk,
-            "the job is over" if _is_over(incident.job) else "all its replicas train again",
-        )
-        for incident in list(left)
-    )
+    return sum(resolve_if_over(SYSTEM, one.pk, _why_over(one.job)) for one in left if _is_over(one))
 
 
 @change()
@@ -317,8 +308,14 @@ def save_postmortem(actor: Actor, incident_id: str, text: str, *, edited: str) -
     touch(incident.cluster_id)
 
 
-def _is_over(job: Job | None) -> bool:
-    return job is not None and job.state not in JOB_ACTIVE
+def _is_over(incident: Incident) -> bool:
+    """Whether nothing of it is left but what runs do that are at work."""
+    return not waits_for_hands(incident) and not missed_losses(incident.pk)
+
+
+def _why_over(job: Job | None) -> str:
+    ends = job is not None and job.state not in JOB_ACTIVE
+    return "its job has ended, or is to" if ends else "all its replicas train again"
 
 
 def _outranks(one: Failure, other: Failure) -> bool:

@@ -43,7 +43,7 @@ from controlplane.incidents.models import (
 from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
 from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
-from controlplane.incidents.selectors import LOSS, missed_losses
+from controlplane.incidents.selectors import LOSS, to_bring_back
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placement, Replica
@@ -493,11 +493,11 @@ def bring_back_missed(actor: Actor, incident_id: str, reason: str) -> None:
     if not reason.strip():
         raise Conflict("an order needs a reason, for the record")
     incident = Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
-    missed = missed_losses(incident_id) if incident.unresolved else []
+    missed = to_bring_back(incident_id) if incident.unresolved else []
     if not missed:
         raise Conflict(
-            "nothing is to be brought back here: what this incident lost trains again, is being "
-            "brought back, or is over"
+            "nothing is to be brought back here: what this incident lost is there, is being "
+            "brought back, or is not wanted any more"
         )
     for run in missed:
         lost = Placement.objects.select_related("replica__job", "node").get(

@@ -215,7 +215,7 @@ def test_an_incident_is_resolved_by_hand_once_nothing_is_at_work(
 def test_what_was_lost_and_nobody_brings_back_is_brought_back_from_its_incident_s_page(
     operator: Client, fleet: Fleet
 ) -> None:
-    lost = PlacementFactory(replica__job=JobFactory(cluster=fleet.cluster))
+    lost = PlacementFactory(replica__job=JobFactory(cluster=fleet.cluster), state="ended")
     subject = f"job/{lost.replica.job_id}/{lost.replica.index}"
     incident = IncidentFactory(cluster=fleet.cluster, job=lost.replica.job, subject=subject)
     PlaybookRunFactory(

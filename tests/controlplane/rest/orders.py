@@ -75,7 +75,8 @@ def _resolve(world: World) -> Order:
 
 def _bring_back(world: World) -> Order:
     incident: Any = world.objects["incidents"]
-    lost = make.PlacementFactory(replica__job=world.objects["jobs"], replica__index=7)
+    job: Any = world.objects["jobs"]
+    lost = make.PlacementFactory(replica__job=job, replica__index=7, state="ended")
     make.PlaybookRunFactory(
         incident=incident,
         playbook="replica-lost",

@@ -285,8 +285,9 @@ def test_where_nothing_can_be_imported_nothing_is_read(
 def test_of_one_file_of_several_it_is_said_that_they_belong_together(
     tmp_path: Path, capsys: Capture, name: str, said: str
 ) -> None:
-    with (tmp_path / name).open("wb") as file:
-        torch.save({"w": torch.ones(1)}, file)
+    for there in ("pytorch_model.bin.index.json", name):
+        with (tmp_path / there).open("wb") as file:
+            torch.save({"w": torch.ones(1)}, file)
 
     assert main(["import", str(tmp_path / name), str(tmp_path / "new")]) == 2
 
@@ -294,6 +295,19 @@ def test_of_one_file_of_several_it_is_said_that_they_belong_together(
     assert told == (
         f"{tmp_path / name} {said}: give its folder: python -m runtime.checkpoint import {tmp_path}"
         " STATE_DIR\n"
+    )
+
+
+def test_of_one_file_of_several_without_the_others_it_is_said_what_is_lacking(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "pytorch_model-00001-of-00002.bin"
+    torch.save({"w": torch.ones(1)}, path)
+
+    assert main(["import", str(path), str(tmp_path / "new")]) == 2
+    assert capsys.readouterr().err == (
+        f"{path} is one of the 2 files of a model, and beside it is no index of them: get all of "
+        "them with the index, or if it is a model of its own rename it, as to model.bin\n"
     )
 
 

@@ -478,7 +478,7 @@ def test_a_writer_that_was_late_takes_nothing_from_what_came_since(tmp_path: Pat
     assert names(tmp_path) == ["step-00000300", "step-00000200", "step-00000100"]
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ENOSPC])
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
 def test_what_cannot_be_put_out_of_sight_is_not_removed_by_halves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
@@ -490,6 +490,18 @@ def test_what_cannot_be_put_out_of_sight_is_not_removed_by_halves(
 
     assert left == [tmp_path / "step-00000001"]
     assert store.verify(left[0]) == []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_disk_too_full_for_another_name_makes_room_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step))
+    monkeypatch.setattr(Path, "rename", refusing(code))
+
+    assert store.prune(tmp_path, tmp_path / "step-00000002", keep=1) == []
+    assert [*tmp_path.glob("step-*")] == [tmp_path / "step-00000002"]
 
 
 def test_what_is_out_of_sight_is_removed_where_it_is(
