@@ -15,6 +15,7 @@ import torch
 from runtime.image import Damaged, Staged
 from runtime.snapshot import state_of
 
+_Keys = tuple[Any, ...]
 MARK = "part_of"  # the key under which a saved part says what it is a part of
 #: The key of a state of a `WholeJob`: how its ranks' parts belong together only its script knows.
 AS_SAVED = "as_saved"
@@ -53,8 +54,12 @@ def span(size: int, rank: int, ranks: int) -> tuple[int, int]:
 class _Cut:
     """Our part of one divided tensor, filled from the parts that were saved."""
 
-    def __init__(self, of: dict[str, Any], like: torch.Tensor, rank: int, ranks: int) -> None:
-        self._of = of
+    def __init__(
+        self, name: str, of: dict[str, Any], like: torch.Tensor, rank: int, ranks: int
+    ) -> None:
+        """Raises Damaged if `like`, one of the parts, is none of such a tensor."""
+        self._name, self._of, self._dtype = name, of, like.dtype
+        self._demand_fit(of, like)
         self._dim = int(of["dim"])
         self._low, self._high = span(of["shape"][self._dim], rank, ranks)
         shape = [*of["shape"]]
@@ -64,19 +69,33 @@ class _Cut:
 
     def add(self, of: dict[str, Any], part: torch.Tensor) -> None:
         """The next rank's. Raises Damaged if it is of another tensor."""
+        self._demand_fit(of, part)
         size = part.shape[self._dim] if part.dim() else 0
         if of != self._of or self._at + size > of["shape"][self._dim]:
-            raise Damaged(f"its ranks hold parts of different tensors: {self._of} and {of}")
+            raise Damaged(
+                f"the ranks hold parts of different tensors of {self._name}: {self._of} and {of}"
+            )
         low, high = max(self._low, self._at), min(self._high, self._at + size)
         if low < high:
             into = self.tensor.narrow(self._dim, low - self._low, high - low)
             into.copy_(part.narrow(self._dim, low - self._at, high - low))
         self._at += size
 
+    def _demand_fit(self, of: dict[str, Any], part: torch.Tensor) -> None:
+        """Else torch would stretch one, or round its numbers. Who has nothing of it may have it in
+        no dimension."""
+        nothing = part.numel() == 0 and part.dim() <= 1
+        alike = part.dtype == self._dtype and _is_cut_of(of, [*part.shape])
+        if not (alike or (nothing and _is_cut_of(of, None))):
+            raise Damaged(
+                f"{self._name} is said to be a part of {of} in {self._dtype}, and is "
+                f"{[*part.shape]} in {part.dtype}"
+            )
+
     def whole(self, *, marked: bool) -> Any:
         """As a state has it. Raises Damaged unless all of it has been seen."""
         if self._at != self._of["shape"][self._dim]:
-            raise Damaged(f"of a tensor of {self._of['shape']} only {self._at} were saved")
+            raise Damaged(f"of {self._name}, {self._of['shape']}, only {self._at} were saved")
         return {MARK: self._of, "part": self.tensor} if marked else self.tensor
 
 
@@ -92,15 +111,18 @@ def resharded(read: Callable[[int], Staged], saved: int, rank: int, ranks: int) 
             f"runtime.WholeJob of {saved} ranks can read it; to see what each has: python -m "
             "runtime.checkpoint inspect STATE_DIR"
         )
-    cuts = [_Cut(one[MARK], one["part"], rank, ranks) for one in _divided(state)]
+    cuts = {
+        keys: _Cut(_name_of(keys), one[MARK], one["part"], rank, ranks)
+        for keys, one in _divided(state)
+    }
     for source in range(saved):
         given = state if source == own else state_of(read(source))
-        parts = [*_divided(given)]
-        if len(parts) != len(cuts):
-            raise Damaged(f"rank {source} saved {len(parts)} divided tensors, {own} {len(cuts)}")
-        for cut, one in zip(cuts, parts, strict=True):
-            cut.add(one[MARK], one["part"])
-    left = iter(cuts)
+        parts = dict(_divided(given))
+        if odd := [*map(_name_of, parts.keys() ^ cuts.keys())]:
+            raise Damaged(f"of ranks {own} and {source} only one saved a part of {min(odd)}")
+        for keys, one in parts.items():
+            cuts[keys].add(one[MARK], one["part"])
+    left = iter(cuts.values())
     return replaced(
         state, lambda value: next(left).whole(marked=ranks > 1) if is_part(value) else value
     )
@@ -111,13 +133,28 @@ def has_parts(state: Any) -> bool:
     return any(True for _ in _divided(state))
 
 
-def _divided(state: Any) -> Iterator[dict[str, Any]]:
-    """What is a part of something, in its order."""
+def _divided(state: Any, keys: _Keys = ()) -> Iterator[tuple[_Keys, dict[str, Any]]]:
+    """What is a part of something, in its order, and the keys that lead there."""
     if is_part(state):
-        yield state
+        yield keys, state
     elif isinstance(state, dict):
-        for item in state.values():
-            yield from _divided(item)
+        for key, item in state.items():
+            yield from _divided(item, (*keys, key))
     elif isinstance(state, list | tuple):
-        for item in state:
-            yield from _divided(item)
+        for place, item in enumerate(state):
+            yield from _divided(item, (*keys, place))
+
+
+def _name_of(keys: _Keys) -> str:
+    return ".".join(map(str, keys))
+
+
+def _is_cut_of(of: dict[str, Any], shape: list[int] | None) -> bool:
+    """Whether this describes a tensor that is divided along a dimension, of which a part may have
+    such a shape. None: it may have any."""
+    whole, dim = of.get("shape"), of.get("dim")
+    if not isinstance(whole, list) or not all(type(size) is int and size >= 0 for size in whole):
+        return False
+    if type(dim) is not int or not 0 <= dim < len(whole):
+        return False
+    return shape is None or [*shape[:dim], whole[dim], *shape[dim + 1 :]] == whole

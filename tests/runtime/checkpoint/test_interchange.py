@@ -187,7 +187,7 @@ def test_of_what_does_not_make_a_whole_the_path_is_said(tmp_path: Path, capsys: 
 
     assert main(["export", str(path), str(tmp_path / "out"), "--to", "torch"]) == 2
 
-    said = f"{path}: of a tensor of [9, 3] only 5 were saved\n"
+    said = f"{path}: of model.weight, [9, 3], only 5 were saved\n"
     assert capsys.readouterr().err == said
 
 

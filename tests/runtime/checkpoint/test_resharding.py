@@ -64,5 +64,75 @@ def test_parts_of_different_tensors_are_told() -> None:
 
 
 def test_a_part_too_few_is_told() -> None:
-    with pytest.raises(Damaged, match=r"of a tensor of \[9, 3\] only 6 were saved"):
+    with pytest.raises(Damaged, match=r"of model.weight, \[9, 3\], only 6 were saved"):
         resharded(lambda source: saved(torch.zeros(9, 3), source, 3), 2, 0, 1)
+
+
+A = torch.arange(8.0).reshape(4, 2)
+
+
+def of_two(*states: dict[str, Any]) -> Any:
+    return resharded(lambda source: stage(states[source], 3), 2, 0, 1)
+
+
+def test_parts_are_put_together_by_their_names_and_not_by_their_order() -> None:
+    first = {"a": part(A, 0, 2), "b": part(A + 100, 0, 2)}
+    second = {"b": part(A + 100, 1, 2), "a": part(A, 1, 2)}
+
+    state = of_two(first, second)
+
+    assert torch.equal(state["a"], A)
+    assert torch.equal(state["b"], A + 100)
+
+
+def test_a_part_that_one_rank_alone_has_is_told() -> None:
+    with pytest.raises(Damaged, match="of ranks 0 and 1 only one saved a part of a"):
+        of_two({"a": part(A, 0, 2)}, {"c": part(A, 1, 2)})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.ones(2, 1),
+        torch.ones(2),
+        torch.ones(2, 5),
+        torch.ones(2, 2, dtype=torch.float64),
+        torch.ones(2, 2, dtype=torch.int8),
+        torch.tensor(1.0),
+    ],
+)
+def test_a_part_is_neither_stretched_nor_rounded(other: torch.Tensor) -> None:
+    with pytest.raises(Damaged, match="a is said to be a part of"):
+        of_two({"a": part(A, 0, 2)}, {"a": part(A, 1, 2) | {"part": other}})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"dim": 9},
+        {"dim": -1},
+        {"dim": "x"},
+        {"dim": None},
+        {"dim": True},
+        {"dim": 1.9},
+        {"shape": [-4, 2]},
+        {"shape": "ab"},
+        {"shape": None},
+        {"shape": [4.0, 2]},
+        {"shape": []},
+        {"shape": [4, 2, 3]},
+    ],
+)
+def test_what_is_no_description_of_a_part_is_told(said: dict[str, Any]) -> None:
+    of = part(A, 0, 2)["part_of"] | said
+    states = [{"a": part(A, rank, 2) | {"part_of": of}} for rank in (0, 1)]
+
+    with pytest.raises(Damaged, match="a is said to be a part of"):
+        of_two(*states)
+
+
+def test_who_has_nothing_of_a_tensor_may_have_it_in_no_shape() -> None:
+    nothing = part(A, 1, 2) | {"part": torch.empty(0)}
+    of = nothing["part_of"]
+
+    assert torch.equal(of_two({"a": {"part_of": of, "part": A}}, {"a": nothing})["a"], A)
