@@ -34,6 +34,8 @@ SECTOR_BYTES = 4096
 #: Requests under way at once: one alone leaves a disk waiting until whoever made it gets a
 #: processor again, which beside a training job takes as long as the request.
 REQUESTS = 4
+#: What is read whole describes something: of 4 TiB in a million tensors that takes 0.3 GB.
+MOST_SMALL = 1 << 30
 #: How a disk says that there is no room.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 #: How a file system says that it does not know O_DIRECT.
@@ -257,13 +259,17 @@ class NoFile(OSError):
     """What lies there is none, and will not become one."""
 
 
-def read_small(path: Path) -> bytes:
-    """All of a file. Raises OSError, also if it is none: of what lies in its place nobody waits for
-    a word that may never come."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+def read_small(path: Path | str, folder: int | None = None) -> bytes:
+    """All of a file, in a folder that is open. Raises OSError, also if it is none: of what lies in
+    its place nobody waits for a word that may never come."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK, dir_fd=folder)
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise NoFile(errno.EINVAL, "it is no regular file")
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise NoFile(errno.EINVAL, "it is no regular file", str(path))
+        if found.st_size > MOST_SMALL:
+            why = f"it has {found.st_size:,} bytes, expected are {MOST_SMALL:,} at most"
+            raise NoFile(errno.EFBIG, why, str(path))
         with os.fdopen(file, "rb", closefd=False) as opened:
             return opened.read()
     finally:

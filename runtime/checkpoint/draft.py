@@ -197,7 +197,7 @@ class Draft:
         for share in range(self.shares):
             name = _share_name(ours.rank, share)
             try:
-                found = opened(read_small(name, self.handle), f"{self.path}/{name}")
+                found = opened(disk.read_small(name, self.handle), f"{self.path}/{name}")
             except FileNotFoundError:
                 return None
             with naming_flaws(name):
@@ -269,7 +269,7 @@ class Draft:
                 if name in noted or name.endswith(".lock") or _SHARE in name:
                     with contextlib.suppress(OSError):
                         os.unlink(name, dir_fd=self.handle)
-        return Manifest.from_json(read_small(MANIFEST, self.handle), f"{self.path}/{MANIFEST}")
+        return Manifest.from_json(disk.read_small(MANIFEST, self.handle), f"{self.path}/{MANIFEST}")
 
     def _create(self, name: str, flags: int = 0) -> None:
         os.close(os.open(name, os.O_CREAT | flags, 0o644, dir_fd=self.handle))
@@ -282,7 +282,7 @@ class Draft:
         parts = []
         for rank in range(self.ranks):
             try:
-                data = read_small(part_name(rank), self.handle)
+                data = disk.read_small(part_name(rank), self.handle)
             except FileNotFoundError:
                 return False
             part = Part.from_json(data, f"{self.path}/{part_name(rank)}")
@@ -315,7 +315,7 @@ class Draft:
         """The same manifest as another writer that saw all parts has written it already, if one
         has: its facts are its own."""
         try:
-            data = read_small(MANIFEST, self.handle)
+            data = disk.read_small(MANIFEST, self.handle)
             found = Manifest.from_json(data, MANIFEST)
         except (OSError, Damaged):  # another may write it just now
             return None
@@ -522,12 +522,6 @@ def read_back(name: str, folder: int) -> bytes:
         os.close(file)
     disk.read(name, len(data), folder, lambda _offset, _block: None, data)
     return bytes(data)
-
-
-def read_small(name: str, folder: int) -> bytes:
-    file = os.open(name, os.O_RDONLY, dir_fd=folder)
-    with os.fdopen(file, "rb") as opened:
-        return opened.read()
 
 
 def make_folder(path: Path) -> None:

@@ -18,6 +18,7 @@ import shutil
 import time
 import uuid
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ import torch
 from runtime.checkpoint import disk, draft, memory_left, store
 from runtime.checkpoint.manifest import refuse_odd_name, shown
 from runtime.checkpoint.progress import bytes_in, bytes_read, watched
-from runtime.checkpoint.records import Odd, in_a_line, refuse_damaged
+from runtime.checkpoint.records import Odd, in_a_line, record_sizes, refuse_damaged
 from runtime.checkpoint.resharding import AS_SAVED, resharded
 from runtime.checkpoint.tiers import epochs_taken, known_run
 from runtime.image import Damaged, Staged
@@ -324,6 +325,7 @@ def _refuse_one_of_several(source: Path) -> None:
 
 
 def _unpickled(path: Path) -> State:
+    _demand_file(path)
     with path.open("rb") as file:
         refuse_damaged(file, str(path))
     try:
@@ -335,10 +337,32 @@ def _unpickled(path: Path) -> State:
         ) from error
     if not isinstance(found, dict):
         raise Odd(f"{path} holds a {type(found).__name__}; expected a dict of tensors by name")
+    _refuse_overlong(path, found)
     return found
 
 
+def _refuse_overlong(path: Path, found: State) -> None:
+    """Raises Odd if it has more bytes of a tensor than a record of it: the file is mapped, and what
+    is lacking would be those of its neighbour."""
+    with path.open("rb") as file:
+        there = record_sizes(file)
+    plain = (one for one in tensors_in(found) if one.layout == torch.strided)
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in plain}
+    if lacking := Counter(one.nbytes() for one in storages.values()) - there:
+        raise Odd(
+            f"{path} is damaged: {min(lacking)} bytes of a tensor are expected in a record of its "
+            "own, and none has as many: get it anew"
+        )
+
+
+def _demand_file(path: Path) -> None:
+    """Raises Odd: of what lies in its place nobody waits for a word that may never come."""
+    if path.exists() and not path.is_file():
+        raise Odd(f"{path} is no regular file: expected one that was saved")
+
+
 def _from_safetensors(path: Path) -> State:
+    _demand_file(path)
     try:
         with _safetensors().safe_open(path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -353,6 +377,7 @@ def _from_dcp(source: Path) -> State:
 
     from runtime.checkpoint import distributed
 
+    _demand_file(source / ".metadata")
     try:
         with _memory_for(source, sum(map(bytes_in, source.glob("*.distcp")))):
             return distributed.read(source)
@@ -402,6 +427,7 @@ def _refuse_ours(source: Path) -> None:
 
 def _weight_map(index: Path) -> dict[Any, Any]:
     """In which file each tensor is. Raises Odd."""
+    _demand_file(index)
     try:
         return dict(json.loads(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -455,12 +481,15 @@ def size_of(value: Any) -> int:
     return sum(one.numel() * one.element_size() for one in tensors_in(value))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """Those of a dict or list that is there several times once. `seen`: which were."""
+    seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping | list | tuple):
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
         for one in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(one)
+            yield from tensors_in(one, seen)
 
 
 def _safetensors() -> Any:

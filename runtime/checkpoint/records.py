@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import zipfile
-import zlib
+from collections import Counter
 from typing import IO
 
+_ZIP = b"PK\x03\x04"  # how such an archive begins
 LINE = 200  # characters of what others say of an error
 #: In torch's refusal to unpickle something: what it is.
 _IN_THE_WAY = re.compile(r"(?:Unsupported global:|unsupported) GLOBAL (\S+)")
@@ -21,17 +22,38 @@ def refuse_damaged(file: IO[bytes], what: str) -> None:
     writes them since 1.6, is left to who reads it."""
     try:
         with zipfile.ZipFile(file) as archive:
+            _refuse_packed(archive, what)
             damaged = archive.testzip()
-    except zipfile.BadZipFile:
+    except (Odd, MemoryError):
+        raise
+    except zipfile.BadZipFile as error:
+        file.seek(0)
+        if file.read(len(_ZIP)) == _ZIP:  # which torch reads all the same
+            raise Odd(f"{what} is damaged: {in_a_line(error)}: get it anew") from error
         return
-    # Its directory says that a record is packed, encrypted or longer, which torch writes none.
-    except (zlib.error, EOFError, RuntimeError) as error:
-        raise Odd(f"{what} is damaged: {in_a_line(error)}") from error
+    except Exception as error:  # of whatever its directory says that torch never writes
+        raise Odd(f"{what} is damaged: {in_a_line(error)}: get it anew") from error
     if damaged is not None:
         raise Odd(
             f"{what} is damaged: the record {damaged} has not its checksum (one written after "
             "torch.serialization.set_crc32_options(False) has none: save it again without)"
         )
+
+
+def _refuse_packed(archive: zipfile.ZipFile, what: str) -> None:
+    """Raises Odd: who maps the file would take what is packed for the numbers."""
+    packed = [one for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        raise Odd(
+            f"{what} is damaged: its record {packed[0].filename} is packed, which torch never "
+            "writes (if another tool packed it, load it with torch.load, and torch.save it again)"
+        )
+
+
+def record_sizes(file: IO[bytes]) -> Counter[int]:
+    """How many bytes its records have, and how many have as many."""
+    with zipfile.ZipFile(file) as archive:
+        return Counter(one.file_size for one in archive.infolist())
 
 
 def in_a_line(error: BaseException) -> str:

@@ -41,7 +41,7 @@ log = logging.getLogger("drydock.checkpoint")
 KEEP = 3
 #: So far ahead may be a clock by which a checkpoint was dated that is taken for a recent one.
 CLOCKS_APART_S = 300.0
-_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?", re.ASCII)
 _ASIDE = ".damaged-"
 GONE = ".gone-"  # given up or to be removed
 #: The folder of a rank on a node's own disk, in which it is the only one, and so the first.
@@ -103,7 +103,7 @@ NOT_JUDGED = (OtherVersion, Unreadable)
 #: There is no such file, which no disk or server that is well again will bring.
 _NO_FILE = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ESPIPE, errno.ELOOP, errno.EINVAL),
-    *(errno.ENXIO, errno.ENAMETOOLONG),
+    *(errno.ENXIO, errno.ENAMETOOLONG, errno.EFBIG),
 }
 
 
@@ -435,7 +435,7 @@ def epoch_of(manifest: Manifest) -> int:
 def is_of_one_rank(manifest: Manifest) -> bool:
     """Whether it has the part of one rank of several alone, as on a node's own disk."""
     ranks = manifest.facts.get("ranks")
-    return isinstance(ranks, int) and ranks != len(manifest.parts)
+    return type(ranks) is int and ranks != len(manifest.parts)
 
 
 def saved_at(manifest: Manifest) -> float:

@@ -13,6 +13,7 @@ import os
 import uuid
 from pathlib import Path
 
+from runtime.checkpoint.disk import read_small
 from runtime.checkpoint.draft import make_folder, sync
 
 TRIAL_STEPS = 20  # after a load: so long a state is on trial, and none is saved
@@ -86,11 +87,11 @@ class Trial:
 def suspects(folder: Path) -> set[State]:
     """Of the checkpoints in this folder. Raises OSError, ValueError if that cannot be read."""
     try:
-        found = json.loads((folder / FILE).read_bytes())
+        found = json.loads(read_small(folder / FILE))
         return {(int(one["epoch"]), int(one["step"])) for one in found}
     except FileNotFoundError:
         return set()
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"{folder / FILE} is damaged ({error!r}): remove it") from error
 
 

@@ -582,3 +582,17 @@ def test_what_could_not_be_removed_is_said(
 def test_an_age_that_is_none_is_refused(tmp_path: Path, days: str) -> None:
     with pytest.raises(SystemExit):
         main(["prune", str(tmp_path), f"--older-than={days}"])
+
+
+def test_what_a_kept_link_leads_to_is_not_removed(tmp_path: Path, capsys: Capture) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step))
+    (tmp_path / "step-00000002.1").symlink_to("step-00000002")
+
+    assert main(["prune", str(tmp_path), "--keep", "1"]) == 0
+
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000002",
+        "step-00000002.1",
+    ]
+    assert "removed step-00000001" in capsys.readouterr().out

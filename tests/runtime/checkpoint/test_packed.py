@@ -20,7 +20,8 @@ import zstandard
 
 from runtime.checkpoint import Checkpointer, coding, disk, store
 from runtime.checkpoint.__main__ import main
-from runtime.checkpoint.draft import Draft, read_small, write_small
+from runtime.checkpoint.disk import read_small
+from runtime.checkpoint.draft import Draft, write_small
 from runtime.checkpoint.draft import write as write_plain
 from runtime.checkpoint.handle import WRITER_MODULE
 from runtime.checkpoint.interchange import foreign_state, whole_state

@@ -590,3 +590,21 @@ def test_a_draft_of_another_host_goes_by_its_age_only(tmp_path: Path) -> None:
 def test_what_cannot_be_kept_without_pickle_is_refused() -> None:
     with pytest.raises(TypeError, match="state_dict"):
         stage({"thing": object()}, 0)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "rank-0.json"])
+def test_what_is_far_too_large_to_describe_anything_hides_no_older_one(
+    tmp_path: Path, name: str
+) -> None:
+    for step in (1, 2):
+        write(tmp_path, staged_at(step))
+    with (tmp_path / "step-00000002" / name).open("wb") as file:
+        file.truncate(1 << 40)
+
+    found = store.newest(tmp_path)
+
+    assert found is not None
+    assert found[0] == tmp_path / "step-00000001"
+    assert "1,099,511,627,776 bytes" in "; ".join(
+        map(str, store.verify(tmp_path / "step-00000002"))
+    )

@@ -85,7 +85,8 @@ def test_each_is_remembered(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["suspects.json"]
 
 
-def test_a_damaged_list_is_named(tmp_path: Path) -> None:
-    (tmp_path / "suspects.json").write_text("{]")
+@pytest.mark.parametrize("text", ["{]", '[{"epoch": Infinity, "step": 1}]', "[" * 100_000])
+def test_a_damaged_list_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "suspects.json").write_text(text)
     with pytest.raises(ValueError, match=r"suspects.json is damaged .*: remove it"):
         suspects(tmp_path)
