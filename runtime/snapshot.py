@@ -670,6 +670,8 @@ def decode(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
         return skeleton
     ((kind, inner),) = skeleton.items()
     if kind == "$tensor":
+        if type(inner) is not int or inner < 0:
+            raise LookupError(f"a tensor is said to be number {inner!r}")
         return tensors[inner]
     if kind == "$float":
         return float(inner)

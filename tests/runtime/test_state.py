@@ -553,9 +553,13 @@ def test_a_kind_of_number_that_this_torch_has_not_is_damage() -> None:
         state_of(Staged(0, newer, staged.buffer, staged.hashes))
 
 
-def test_what_describes_no_state_is_damage() -> None:
-    staged = stage({"v": math.inf}, 0)
-    table = replace(staged.table, skeleton={"$float": "many"})
+@pytest.mark.parametrize(
+    "skeleton",
+    [{"$float": "many"}, {"$tensor": -1}, {"$tensor": True}, {"$tensor": 9}, {"$tensor": 0.0}],
+)
+def test_what_describes_no_state_is_damage(skeleton: Any) -> None:
+    staged = stage({"v": torch.ones(3), "w": torch.zeros(3)}, 0)
+    table = replace(staged.table, skeleton=skeleton)
 
     with pytest.raises(Damaged, match="does not make a state"):
         state_of(replace(staged, table=table))
