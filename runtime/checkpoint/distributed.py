@@ -31,7 +31,7 @@ from runtime.checkpoint.manifest import refuse_odd_name
 from runtime.checkpoint.records import Odd, in_a_line, refuse_damaged
 
 _METADATA = ".metadata"
-MOST_ITEMS = 1_000_000  # of a list
+MOST_ITEMS = 1_000_000  # of all lists
 #: All that DCP's metadata is made of, by module. A pickle may name what a module merely imports, as
 #: in "filesystem" "os.system": so each name is listed.
 _NAMES = {
@@ -106,9 +106,15 @@ def refuse_odd(metadata: Metadata) -> None:
             raise ValueError(f"two parts of {name} overlap, and others of it are missing")
     for place in (metadata.storage_data or {}).values():
         refuse_odd_name(place.relative_path, "its metadata")
+    items: dict[tuple[Any, ...], int] = {}  # of each list, by the keys that lead there
     for path in (metadata.planner_data or {}).values():
-        if odd := [key for key in path if isinstance(key, int) and not 0 <= key < MOST_ITEMS]:
-            raise ValueError(f"it has a list with an item number {odd[0]}")
+        for at, key in enumerate(path):
+            if isinstance(key, int):
+                if key < 0:
+                    raise ValueError(f"it has a list with an item number {key}")
+                items[path[:at]] = max(items.get(path[:at], 0), key + 1)
+    if (found := sum(items.values())) > MOST_ITEMS:
+        raise ValueError(f"its lists have {found:,} items, expected are {MOST_ITEMS:,} at most")
 
 
 def overlap(chunks: Sequence[ChunkStorageMetadata]) -> bool:

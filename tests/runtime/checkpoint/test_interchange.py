@@ -604,9 +604,20 @@ def outside(metadata: Any) -> None:
     metadata.storage_data[index] = replace(place, relative_path="../elsewhere.distcp")
 
 
+def in_long_lists(metadata: Any) -> None:
+    paths = {f"list {n}": ("lists", f"{n}", 300_000) for n in range(4)}
+    metadata.planner_data.update(paths)
+
+
+def before_the_first(metadata: Any) -> None:
+    metadata.planner_data["odd"] = ("list", -1)
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
+        (in_long_lists, "its lists have 1,200,004 items, expected are 1,000,000 at most"),
+        (before_the_first, "it has a list with an item number -1"),
         (without_parts, "its parts of model.weight have 0 of 2 elements"),
         (beyond_its_shape, "a part of model.weight lies outside of its shape [2]"),
         (one_half_twice, "two parts of model.weight overlap, and others of it are missing"),
