@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Literal
 
 from runtime.checkpoint import store
 from runtime.checkpoint.asking import Asking
-from runtime.checkpoint.disk import read_small
 from runtime.checkpoint.draft import make_folder, sync
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
 from runtime.checkpoint.manifest import Manifest
@@ -228,7 +227,7 @@ def known_run(folder: Path) -> str:
     if that cannot be told."""
     path = folder / _RUN
     try:
-        text = read_small(path / _NAME if path.is_dir() else path).decode(errors="replace")
+        text = (path / _NAME if path.is_dir() else path).read_text(errors="replace")
     except FileNotFoundError:
         return ""
     if not (found := text.strip()).isalnum():
