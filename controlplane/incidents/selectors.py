@@ -242,30 +242,22 @@ def waits_for_hands(incident: Incident) -> bool:
     return any(not _was_examined(failure) for failure in left)
 
 
-def last_losses(incident_id: str) -> list[PlaybookRun]:
-    """Of each replica that the incident is about the run that was to bring it back."""
-    losses = PlaybookRun.objects.filter(incident=incident_id, playbook=LOSS)
-    return _last_of_each(losses.select_related("job").order_by("created_at"))
-
-
-def missed_losses(incident_id: str) -> list[PlaybookRun]:
-    """Of these what came to nothing though the job goes on and the replica does not train, by
-    whoever's doing."""
-    return _missed(last_losses(incident_id))
-
-
-def to_bring_back(incident_id: str) -> list[PlaybookRun]:
-    """Of these what nobody sees to: nothing of the replica is there or is being started."""
-    return [loss for loss in missed_losses(incident_id) if not _is_seen_to(loss)]
-
-
-def _last_of_each(losses: Iterable[PlaybookRun]) -> list[PlaybookRun]:
-    """Of a replica that was lost twice the last one counts."""
+def last_losses(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
+    """Of each replica that an incident with these `runs` is about the one that was to bring it
+    back: of a replica that was lost twice the last one counts."""
+    losses = sorted((run for run in runs if run.playbook == LOSS), key=lambda run: run.created_at)
     return list({loss.subject: loss for loss in losses}.values())
 
 
-def _missed(losses: Iterable[PlaybookRun]) -> list[PlaybookRun]:
-    return [loss for loss in losses if loss.state in _IN_VAIN and not _trains(loss)]
+def missed_losses(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
+    """Of these what came to nothing though the job goes on and the replica does not train, by
+    whoever's doing."""
+    return [loss for loss in last_losses(runs) if loss.state in _IN_VAIN and not _trains(loss)]
+
+
+def to_bring_back(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
+    """Of these what nobody sees to: nothing of the replica is there or is being started."""
+    return [loss for loss in missed_losses(runs) if not _is_seen_to(loss)]
 
 
 def _trains(loss: PlaybookRun) -> bool:
@@ -342,8 +334,7 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
     for run in runs:
         if run.state in RUN_ACTIVE:
             return Ask("watch", f"Nothing now. {_doing(run)}", run)
-    losses = sorted((one for one in runs if one.playbook == LOSS), key=lambda run: run.created_at)
-    if missed := _missed(_last_of_each(losses)):
+    if missed := missed_losses(runs):
         why = "; ".join(
             f"“{run.title}” {_IN_VAIN[RunState(run.state)]} ({run.state_reason})" for run in missed
         )

@@ -233,7 +233,7 @@ def test_what_came_back_and_was_lost_again_meanwhile_is_not_taken_for_training(
     incident = Incident.objects.get()
 
     assert incident.unresolved
-    assert [run.context["replica"] for run in to_bring_back(incident.pk)] == [1]
+    assert [run.context["replica"] for run in to_bring_back(runs_of(incident))] == [1]
 
 
 def test_it_ends_once_the_same_process_is_let_in_again(world: World) -> None:

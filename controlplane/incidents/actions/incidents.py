@@ -163,10 +163,10 @@ def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
 def set_restored(run: PlaybookRun) -> None:
     """Note when the job had all its replicas again, and what the time between cost: `run` brought
     one back, or found it there. Nothing while another one that the incident is about is away."""
-    others = [one for one in last_losses(str(run.incident_id)) if one.subject != run.subject]
+    losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=LOSS)
+    others = [one for one in last_losses(losses) if one.subject != run.subject]
     if any(one.state != RunState.SUCCEEDED for one in others):
         return
-    losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=LOSS)
     back = [
         placement
         for context in losses.values_list("context", flat=True)
@@ -310,7 +310,7 @@ def save_postmortem(actor: Actor, incident_id: str, text: str, *, edited: str) -
 
 def _is_over(incident: Incident) -> bool:
     """Whether nothing of it is left but what runs do that are at work."""
-    return not waits_for_hands(incident) and not missed_losses(incident.pk)
+    return not waits_for_hands(incident) and not missed_losses(incident.runs.select_related("job"))
 
 
 def _why_over(job: Job | None) -> str:

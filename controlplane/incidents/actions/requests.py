@@ -493,7 +493,7 @@ def bring_back_missed(actor: Actor, incident_id: str, reason: str) -> None:
     if not reason.strip():
         raise Conflict("an order needs a reason, for the record")
     incident = Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
-    missed = to_bring_back(incident_id) if incident.unresolved else []
+    missed = to_bring_back(incident.runs.select_related("job")) if incident.unresolved else []
     if not missed:
         raise Conflict(
             "nothing is to be brought back here: what this incident lost is there, is being "

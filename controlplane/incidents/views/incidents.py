@@ -196,7 +196,7 @@ def incident_page(
             "typed": request.POST,
             "runs": runs,
             "ask": selectors.ask_of(found, runs),
-            "away": selectors.to_bring_back(found.pk) if found.unresolved else [],
+            "away": selectors.to_bring_back(runs) if found.unresolved else [],
             "deeds": selectors.deeds_of(runs),
             "moments": selectors.moments_of(found),
             "impact": selectors.impact_of(found),
