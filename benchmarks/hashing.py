@@ -87,7 +87,7 @@ def saved(folder: Path, image: memoryview) -> Took:
     """One checkpoint, and its end."""
     began = time.monotonic()
     draft = Draft(folder, 1, uuid.uuid4().hex, 1, {})
-    written = draft.write(0, Table({}, (), len(image)), image)
+    written = draft.write(0, Table(None, (), len(image)), image)
     draft.publish()
     durable = time.monotonic()
     if findings := store.verify_part(written.part, draft.handle):

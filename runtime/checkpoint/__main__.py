@@ -413,10 +413,10 @@ def prune(asked: argparse.Namespace) -> list[Answer]:
         )
     newer = paths[: paths.index(kept[-1])]
     stay = [*kept, *not_judged]
-    led_to = {path.resolve() for path in stay}  # a link may lead to another of them
+    needed = store.led_to(stay)
     answers = []
     for path in paths:
-        if path in stay or _is_led_to(path, led_to) or _may_be_whole(path):
+        if path in stay or store.is_needed(path, needed) or _may_be_whole(path):
             continue
         if (path in newer or len(kept) < keep) and _state_of(path) not in known:
             continue  # it may be well, and the disk ill
@@ -470,11 +470,6 @@ def _is_of_one_rank(path: Path) -> bool:
         return store.is_of_one_rank(store.manifest_of(path))
     except Damaged:
         return False
-
-
-def _is_led_to(path: Path, places: set[Path]) -> bool:
-    """Whether it is one of these itself, and no link to it."""
-    return not path.is_symlink() and path.resolve() in places
 
 
 def _may_be_whole(path: Path) -> bool:

@@ -41,6 +41,8 @@ ITEM_BYTES = {
 LARGEST_ITEM = max(ITEM_BYTES.values())
 #: What a file system and its encoding take.
 _NAME_OF_FILE = re.compile(r"[^/\0\ud800-\udfff]+")
+#: Readers in other languages have whole numbers of 64 bits.
+MOST = (1 << 63) - 1
 #: Of what is found in a file, in a message.
 SHOWN = 80
 #: Facts are a few words each; what is deeper no one of those who show them could follow.
@@ -172,9 +174,9 @@ class Part:
         found = opened(data, what)
         with naming_flaws(what):
             part = Part(
-                step=int(found["step"]),
+                step=_count(found["step"]),
                 save=str(found["save"]),
-                rank=int(found["rank"]),
+                rank=_count(found["rank"]),
                 table=Table.restore(found),
                 hashes=tuple(found["chunks"]),
                 files=tuple(DataFile(**file) for file in found["files"]),
@@ -186,16 +188,45 @@ class Part:
                 f"{what}: chunks of {shown(chunk_bytes)} bytes, this version reads {CHUNK_BYTES}"
             )
         with naming_flaws(what):
+            _refuse_odd_skeleton(part.table, what)
             _refuse_odd_tensors(part.table, what)
             _refuse_odd_files(part, what)
             _refuse_odd_packing(part, what)
         return part
 
 
+def _refuse_odd_skeleton(table: Table, what: str) -> None:
+    """Raises Damaged, or TypeError or ValueError for what is no number, text or pair."""
+    left = [table.skeleton]
+    while left:
+        found = left.pop()
+        if isinstance(found, list):
+            raise Damaged(f"{what}: its state has a list that is not named as one")
+        if not isinstance(found, dict):
+            continue
+        ((kind, inner),) = found.items()
+        if kind == "$tensor":
+            if _count(inner) >= len(table.pieces):
+                raise Damaged(f"{what}: no tensor {shown(inner)} is among {len(table.pieces)}")
+        elif kind == "$dict":
+            for key, item in inner:
+                hash(key)
+                left.append(item)
+        elif kind in ("$list", "$tuple"):
+            left += inner
+        elif kind == "$float":
+            float(inner)
+        else:
+            raise Damaged(f"{what}: its state has {shown(kind)}, which is no kind of value")
+
+
 def _refuse_odd_tensors(table: Table, what: str) -> None:
-    """Raises Damaged, or TypeError for what is no number or text."""
+    """Raises Damaged, or TypeError or ValueError for what is no number or text."""
+    _count(table.bytes)
     for piece in table.pieces:
         name = piece.name.removeprefix(".")
+        if not isinstance(piece.dtype, str):
+            raise TypeError(f"tensor {name}: the dtype {shown(piece.dtype)}, a text expected,")
         elements = math.prod(_count(size) for size in piece.shape)
         each = ITEM_BYTES.get(piece.dtype)
         if each is not None and _count(piece.bytes) != each * elements:
@@ -203,7 +234,7 @@ def _refuse_odd_tensors(table: Table, what: str) -> None:
                 f"{what}: tensor {name}, {piece.dtype} of {shown(piece.shape)}, has {piece.bytes} "
                 f"bytes, {each * elements} expected"
             )
-        if _count(piece.offset) + _count(piece.bytes) > _count(table.bytes):
+        if _count(piece.offset) + _count(piece.bytes) > table.bytes:
             raise Damaged(f"{what}: tensor {name} does not lie in the image's {table.bytes} bytes")
 
 
@@ -247,6 +278,8 @@ def _count(value: object) -> int:
         raise TypeError(f"{shown(value)}, a whole number expected,")
     if value < 0:
         raise ValueError(f"{shown(value)}, below 0,")
+    if value > MOST:
+        raise ValueError(f"a number above {MOST}")
     return value
 
 
@@ -336,7 +369,7 @@ class Manifest:
         found = opened(data, what)
         with naming_flaws(what):
             manifest = Manifest(
-                step=int(found["step"]),
+                step=_count(found["step"]),
                 save=str(found["save"]),
                 parts=tuple(PartHash(**part) for part in found["parts"]),
                 facts=dict(found["facts"]),

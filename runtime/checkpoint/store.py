@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -514,14 +514,20 @@ def prune(
     What has a later step than `newest` and an earlier epoch is set aside, and whatever is later
     than the state that the job began from and was there then: the job did not go on from there, or
     could not. What has a later one of both was saved while `newest` took long.
+
+    What a link that stays leads to stays with it.
     """
     ours = manifest_of(newest)
     newest = folder / newest.name  # it may have been found by another way
     whole = {newest: ours}
+    not_judged: list[Path] = []
     damaged: list[Path] = []
     astray: list[Path] = []
     for path, found in listed(folder):
-        if path == newest or isinstance(found, NOT_JUDGED):
+        if path == newest:
+            continue
+        if isinstance(found, NOT_JUDGED):
+            not_judged.append(path)
             continue
         later = number_of(path) > number_of(newest)
         if isinstance(found, Damaged):
@@ -540,8 +546,20 @@ def prune(
     ]
     oldest = min(map(number_of, kept))
     useless = [path for path in damaged if len(kept) >= keep and number_of(path) < oldest]
-    left = map(remove, [*(path for path in latest if path not in kept), *useless])
+    needed = led_to([*kept, *not_judged])
+    old = [path for path in latest if path not in kept and not is_needed(path, needed)]
+    left = map(remove, [*old, *useless])
     return [path for path in left if path is not None]
+
+
+def led_to(paths: Iterable[Path]) -> set[str]:
+    """Where these lie: a link may lead to another one."""
+    return {os.path.realpath(path) for path in paths}
+
+
+def is_needed(path: Path, places: Collection[str]) -> bool:
+    """Whether it lies in one of these places (see `led_to`), and is no link to there."""
+    return not path.is_symlink() and os.path.realpath(path) in places
 
 
 def prune_others(folder: Path, others: Iterable[Path], keep: int) -> None:

@@ -371,7 +371,7 @@ def test_no_share_is_much_larger_than_another(
     files: int, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "FILE_BYTES", 8 * CHUNK_BYTES)
-    table = Table({}, (), files * 8 * CHUNK_BYTES, 0, 0)
+    table = Table(None, (), files * 8 * CHUNK_BYTES, 0, 0)
 
     layout = manifest.layout_of(table, 0, shares)
 

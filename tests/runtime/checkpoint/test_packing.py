@@ -41,7 +41,7 @@ def image_of(*tensors: tuple[str, bytes]) -> tuple[Table, memoryview]:
             Piece(name=f".{number}", dtype=dtype, shape=[size], offset=len(data), bytes=size)
         )
         data += content
-    return Table({}, tuple(pieces), len(data)), memoryview(data)
+    return Table(None, tuple(pieces), len(data)), memoryview(data)
 
 
 def noise(size: int) -> bytes:
@@ -181,7 +181,7 @@ def test_each_chunk_is_in_one_run_with_the_tensor_of_which_it_has_most(sizes: li
     for dtype, size in zip(dtypes, sizes, strict=False):
         pieces.append(Piece(name=dtype, dtype=dtype, shape=[], offset=end, bytes=size))
         end += -(-size // 64) * 64
-    table = Table({}, tuple(pieces), end)
+    table = Table(None, tuple(pieces), end)
     files = layout_of(table, 0)
 
     found = {chunk: size for file in files for run, size in runs_of(table, file) for chunk in run}
@@ -200,7 +200,7 @@ def test_each_chunk_is_in_one_run_with_the_tensor_of_which_it_has_most(sizes: li
 def test_no_sample_speaks_for_more_than_so_many_chunks() -> None:
     chunks = 2 * RUN_CHUNKS + 3
     piece = Piece(name="w", dtype="float32", shape=[], offset=0, bytes=chunks * CHUNK_BYTES)
-    table = Table({}, (piece,), piece.bytes)
+    table = Table(None, (piece,), piece.bytes)
     (file,) = layout_of(table, 0)
 
     assert [len(run) for run, _size in runs_of(table, file)] == [RUN_CHUNKS, RUN_CHUNKS, 3]

@@ -74,6 +74,16 @@ def test_what_every_rank_has_stays_though_there_is_newer(tmp_path: Path) -> None
     assert left == [5, 4, 1]
 
 
+def test_what_a_link_that_stays_leads_to_stays_with_it(tmp_path: Path) -> None:
+    laid_out(tmp_path, [Saved(1, step, 0) for step in (1, 2, 5)])
+    (tmp_path / "step-00000002.1").symlink_to("step-00000002")
+
+    store.prune(tmp_path, tmp_path / "step-00000005", keep=2)
+
+    left = [path.name for path in store.candidates(tmp_path)]
+    assert left == ["step-00000005", "step-00000002.1", "step-00000002"]
+
+
 @settings(max_examples=300, deadline=None)
 @given(SAVES, st.integers(0, 7), st.integers(1, 4), st.sampled_from([0.0, 10.0, 50.0]))
 def test_what_stays_is_the_newest_and_what_is_young_whoever_was_verified_last(
