@@ -431,6 +431,11 @@ class Incidents(Resource):
         """
         actions.bring_back_missed(actor, incident.pk, order["reason"])
 
+    @verb(takes=MaybeReasoned)
+    def close(self, actor: Actor, incident: Incident, order: dict[str, Any]) -> None:
+        """Close a resolved incident, of which the post-mortem is complete"""
+        actions.close_incident(actor, incident.pk, order["reason"])
+
     @verb()
     def resolve(self, actor: Actor, incident: Incident, order: dict[str, Any]) -> None:
         """Resolve an incident by hand

@@ -37,6 +37,7 @@ from controlplane.incidents.choices import (
     RUN_UNFINISHED,
     STEP_FINISHED,
     ApprovalState,
+    IncidentState,
     RunState,
     Severity,
     StepState,
@@ -203,7 +204,7 @@ class Moment:
 class Ask:
     """What the incident wants from a person: nothing, or the run that waits for one."""
 
-    kind: str  # "nothing", "watch", "sign", "decide", "resume", "bring-back" or "look"
+    kind: str  # "nothing", "watch", "sign", "decide", "resume", "bring-back", "look" or "close"
     text: str
     run: PlaybookRun | None = None
 
@@ -329,8 +330,10 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
             why = f" ({run.state_reason})" if run.state_reason else ""
             text = f"“{run.title}” was paused by a person{why}. Let it go on, or cancel it."
             return Ask("resume", text, run)
+    if incident.state == IncidentState.CLOSED:
+        return Ask("nothing", "Nothing. It is closed.")
     if not incident.unresolved:
-        return Ask("nothing", "Nothing. The post-mortem below is yours to complete.")
+        return Ask("close", "Nothing urgent. Complete the post-mortem below, then close it.")
     for run in runs:
         if run.state in RUN_ACTIVE:
             return Ask("watch", f"Nothing now. {_doing(run)}", run)

@@ -10,6 +10,7 @@ urlpatterns = [
     path("incidents/<str:incident_id>", views.incident, name="incident"),
     path("incidents/<str:incident_id>/acknowledge", views.acknowledge, name="incident-acknowledge"),
     path("incidents/<str:incident_id>/bring-back", views.bring_back, name="incident-bring-back"),
+    path("incidents/<str:incident_id>/close", views.close, name="incident-close"),
     path("incidents/<str:incident_id>/note", views.note, name="incident-note"),
     path("incidents/<str:incident_id>/resolve", views.resolve, name="incident-resolve"),
     path("incidents/<str:incident_id>/postmortem", views.postmortem, name="incident-postmortem"),

@@ -79,10 +79,13 @@ def test_a_paused_run_is_to_go_on_or_to_be_cancelled() -> None:
 
 
 @pytest.mark.django_db
-def test_a_resolved_incident_asks_for_nothing() -> None:
-    incident = IncidentFactory(state="resolved")
+@pytest.mark.parametrize(("state", "kind"), [("resolved", "close"), ("closed", "nothing")])
+def test_what_is_over_asks_for_no_decision(state: str, kind: str) -> None:
+    incident = IncidentFactory(state=state)
 
-    assert ask_of(incident, runs_of(incident)).kind == "nothing"
+    ask = ask_of(incident, runs_of(incident))
+
+    assert (ask.kind, ask.waits) == (kind, False)
 
 
 @pytest.mark.django_db

@@ -16,6 +16,7 @@ from controlplane.incidents.actions.ending import finish_endings
 from controlplane.incidents.actions.incidents import (
     acknowledge,
     add_note,
+    close_incident,
     open_or_merge,
     raise_severity,
     resolve,
@@ -84,6 +85,7 @@ __all__ = [
     "cancel_run",
     "close_breaker",
     "close_case",
+    "close_incident",
     "finish_endings",
     "incident_of_replica",
     "keep_warm_spares",

@@ -243,6 +243,19 @@ def resolve_by_hand(actor: Actor, incident_id: str, reason: str) -> None:
 
 
 @change()
+def close_incident(actor: Actor, incident_id: str, reason: str = "") -> None:
+    """A person is done with it, and with its post-mortem. Raises Conflict unless it is resolved."""
+    incident = Incident.objects.select_for_update(no_key=True).get(pk=incident_id)
+    if incident.unresolved:
+        raise Conflict("this incident is not resolved yet; resolve it first")
+    if incident.state == IncidentState.CLOSED:
+        raise Conflict("this incident is closed already")
+    _move(actor, incident, IncidentState.CLOSED, frm={IncidentState.RESOLVED}, reason=reason)
+    text = f"Closed: {reason}" if reason else "Closed"
+    tell(incident, "closed", EntryKind.STATE, text, data={"by": actor.id})
+
+
+@change()
 def acknowledge(actor: Actor, incident_id: str) -> None:
     """Say that a person has seen it. Raises Conflict if it is resolved or acknowledged already."""
     incident = Incident.objects.select_for_update(no_key=True).get(pk=incident_id)

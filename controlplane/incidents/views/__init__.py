@@ -5,6 +5,7 @@ from __future__ import annotations
 from controlplane.incidents.views.incidents import (
     acknowledge,
     bring_back,
+    close,
     export,
     incident,
     incidents,
@@ -16,6 +17,7 @@ from controlplane.incidents.views.incidents import (
 __all__ = [
     "acknowledge",
     "bring_back",
+    "close",
     "export",
     "incident",
     "incidents",

@@ -143,6 +143,14 @@ def resolve(request: HttpRequest, incident_id: str) -> HttpResponse:
 @require_POST
 @signed_in
 @needs(Access.OPERATOR)
+def close(request: HttpRequest, incident_id: str) -> HttpResponse:
+    """A person is done with it; refused while it is not resolved."""
+    return _act(request, incident_id, lambda actor: actions.close_incident(actor, incident_id))
+
+
+@require_POST
+@signed_in
+@needs(Access.OPERATOR)
 def postmortem(request: HttpRequest, incident_id: str) -> HttpResponse:
     """Save the text, if the one that it was made from (`edited`) is still there."""
     text = request.POST.get("text", "")

@@ -212,6 +212,24 @@ def test_an_incident_is_resolved_by_hand_once_nothing_is_at_work(
     assert Incident.objects.get(pk=fleet.incident.pk).state == "resolved"
 
 
+def test_an_incident_is_closed_once_it_is_resolved(operator: Client, fleet: Fleet) -> None:
+    address = reverse("incident-close", args=[fleet.incident.id])
+    too_early = operator.post(address)
+    PlaybookRun.objects.filter(pk=fleet.run.pk).update(state="succeeded")
+    Incident.objects.filter(pk=fleet.incident.pk).update(state="resolved")
+    asked = operator.get(reverse("incident", args=[fleet.incident.id])).content.decode()
+
+    closed = operator.post(address)
+    twice = operator.post(address)
+
+    page = operator.get(reverse("incident", args=[fleet.incident.id])).content.decode()
+    assert (too_early.status_code, closed.status_code, twice.status_code) == (409, 302, 409)
+    assert 'data-testid="close"' in asked
+    assert 'data-testid="close"' not in page
+    assert Incident.objects.get(pk=fleet.incident.pk).state == "closed"
+    assert fleet.incident.timeline.get(key="closed").text == "Closed"
+
+
 def test_what_was_lost_and_nobody_brings_back_is_brought_back_from_its_incident_s_page(
     operator: Client, fleet: Fleet
 ) -> None:

@@ -73,6 +73,11 @@ def _resolve(world: World) -> Order:
     return Order(f"{world.path('incidents')}/resolve")
 
 
+def _close(world: World) -> Order:
+    _changed(world, "incidents", state="resolved")
+    return Order(f"{world.path('incidents')}/close")
+
+
 def _bring_back(world: World) -> Order:
     incident: Any = world.objects["incidents"]
     job: Any = world.objects["jobs"]
@@ -151,6 +156,7 @@ ORDERS: dict[str, Callable[[World], Order]] = {
     "clusters/limits": _on("clusters", "limits", {"scope": "rack", "nodes": 1}),
     "incidents/acknowledge": _on("incidents", "acknowledge"),
     "incidents/bring_back": _bring_back,
+    "incidents/close": _close,
     "incidents/note": lambda world: Order(f"{world.path('incidents')}/note", {"text": "words"}),
     "incidents/postmortem": _save,
     "incidents/resolve": _resolve,
