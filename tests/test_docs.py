@@ -159,10 +159,39 @@ def test_the_guides_function_runs_a_command_in_the_hosts_environment(
     ]
 
 
+def anchors_in(page: Path) -> set[str]:
+    """What links to headings of this page end with: GitHub makes it of the heading's words."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 def test_links_between_the_guides_lead_somewhere() -> None:
     for page in [*DOCS.glob("*.md"), *runfile.REPOSITORY.glob("*.md")]:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", page.read_text())
+        for target, anchor in links:
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors_in(there), f"{page.name}: {target}#{anchor}"
+
+
+def test_every_message_that_the_code_names_is_explained() -> None:
+    explained = set(re.findall(r"^\| `(\w+)` \|", (DOCS / "messages.md").read_text(), re.MULTILINE))
+    assert messages_told() <= explained
+
+
+def messages_told() -> set[str]:
+    """The kind in each call of trouble(KIND, …) of the runtime."""
+    sources = (runfile.REPOSITORY / "runtime").rglob("*.py")
+    calls = (node for source in sources for node in ast.walk(ast.parse(source.read_text())))
+    return {
+        str(call.args[0].value)
+        for call in calls
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in {"trouble", "_trouble"}
+        and isinstance(call.args[0], ast.Constant)
+    }
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
