@@ -32,9 +32,9 @@ import torch
 
 from benchmarks.checkpoints import throttled
 from benchmarks.checkpoints.ours import AtOnce
-from runtime.checkpoint import coding, store
-from runtime.checkpoint.handle import WRITER_MODULE
+from runtime.checkpoint import compression, store
 from runtime.checkpoint.tiers import Packing
+from runtime.checkpoint.writer_handle import WRITER_MODULE
 from runtime.image import chunks_of
 from runtime.snapshot import bytes_of
 
@@ -73,7 +73,8 @@ def main() -> None:
     given = parser.parse_args()
     apart = [int(one) for one in given.apart.split(",")]
     columns = ["plain", "sorted", *(f"delta, {one}" for one in apart)]
-    print(f"zstd level {coding.LEVEL}, one core; a state after {given.steps} steps, and later ones")
+    level = compression.LEVEL
+    print(f"zstd level {level}, one core; a state after {given.steps} steps, and later ones")
     print(" " * 24 + "MB | " + " | ".join(f"{column:>11}" for column in columns))
     states: dict[str, list[State]] = {}
     for name, words, dtype in (
@@ -110,7 +111,7 @@ def rows(name: str, states: list[State]) -> Iterator[str]:
 def packed(new: torch.Tensor, size: int, old: torch.Tensor | None = None) -> str:
     began = time.perf_counter()
     data = bytes_of(new if old is None else new ^ old)
-    stored = sum(len(coding.pack(chunk, size)) for chunk in chunks_of(data))
+    stored = sum(len(compression.pack(chunk, size)) for chunk in chunks_of(data))
     return f"{stored / len(data):5.2f} {len(data) / (time.perf_counter() - began) / 1e6:5.0f}"
 
 

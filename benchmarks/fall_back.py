@@ -39,15 +39,15 @@ from runtime.data import Batches
 from runtime.image import Damaged, Staged
 from runtime.job import Job
 from runtime.replica.division import Division
+from runtime.replica.follower import Follower
 from runtime.replica.gloo import Gloo
-from runtime.replica.led import Led
 from runtime.replica.link import Link
 from runtime.replica.observing import Observer
 from runtime.replica.rank import Rank
+from runtime.replica.reporting import Reporter
 from runtime.replica.siblings import Siblings
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
-from runtime.replica.telling import Teller
 from runtime.replica.together import Together
 
 TARGET_S = 2.0  # from the refusal until the next tier is read
@@ -90,11 +90,13 @@ class Loading:
             "127.0.0.1", TOKEN, ranks, first.link, lambda _r, _m: None, lambda _r: None
         )
         for rank in others:
-            led = Led(rank, siblings.address, {}, leave=ignored, abandon=ignored)
-            led.start()
-            threading.Thread(target=lambda led=led: list(led.shards()), daemon=True).start()
+            follower = Follower(rank, siblings.address, {}, leave=ignored, abandon=ignored)
+            follower.start()
+            threading.Thread(
+                target=lambda follower=follower: list(follower.shards()), daemon=True
+            ).start()
         siblings.meet()
-        self._together = Together(first, siblings, Teller(first.job, first.state.ledger, 1))
+        self._together = Together(first, siblings, Reporter(first.job, first.state.ledger, 1))
         for rank in self._ranks:
             rank.saver.delivery.on_saved = self._hear
 

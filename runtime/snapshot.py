@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from runtime import giving_way
+from runtime import priority
 from runtime.image import (
     CHUNK_BYTES,
     Buffer,
@@ -273,22 +273,22 @@ class Copying:
         self,
         copied: Callable[[int], object] | None = None,
         *,
-        give_way: bool = False,
+        low_priority: bool = False,
         hurry: bool = False,
     ) -> Staged:
         """Copy what is left, on any thread; asked once more it finds nothing left. `copied` is
         told now and then up to which byte the copy is there, unless the training waits for it: then
         nobody should begin anything else. Of one that comes from a card it is told at the end.
-        `give_way`: as soon as nobody waits for what is left, and from then on. `hurry`: on as many
-        threads as torch computes on. Raises what made the copy fail, as Changed."""
+        `low_priority`: as soon as nobody waits for what is left, and from then on. `hurry`: on as
+        many threads as torch computes on. Raises what made the copy fail, as Changed."""
         try:
             try:
                 if hurry:
                     self._call_for_help()
                 while self._copy_next(self._rest):
                     self._tell_copied(copied)
-                if give_way and self._stream is None:
-                    giving_way.give_way()
+                if low_priority and self._stream is None:
+                    priority.lower_priority()
                 while self._copy_next(self._steady):
                     self._tell_copied(copied)
                 with self._changed:
@@ -300,8 +300,8 @@ class Copying:
         finally:
             self._drop_rest()
             self.finished.set()
-            if give_way:
-                giving_way.give_way()
+            if low_priority:
+                priority.lower_priority()
         if copied is not None:
             copied(self.table.bytes)
         return Staged(self.step, self.table, self._buffer)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import runtime
 from benchmarks.rivals.task import SAMPLES, SHARD_SIZE, SHARDS, Task
 from benchmarks.rivals.training import prepare
-from runtime.replica.telling import Committed
+from runtime.replica.reporting import Committed
 
 
 class Line(Protocol):

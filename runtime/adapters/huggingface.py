@@ -33,9 +33,9 @@ from runtime.checkpoint import Checkpointer
 from runtime.data import Batches
 from runtime.job import Job
 from runtime.replica.group import ReplicaGroup
+from runtime.replica.reporting import Committed
 from runtime.replica.state import Averages, Stateful
 from runtime.replica.step import Mode
-from runtime.replica.telling import Committed
 
 PREFIX = f"{PREFIX_CHECKPOINT_DIR}-"  # of the Trainer's own folders; the step follows
 

@@ -36,9 +36,9 @@ from runtime.checkpoint import Checkpointer
 from runtime.data import Batches, Shard
 from runtime.job import Job
 from runtime.replica.group import ReplicaGroup
+from runtime.replica.reporting import Committed
 from runtime.replica.state import Averages, Stateful, Steps
 from runtime.replica.step import Mode
-from runtime.replica.telling import Committed
 
 
 class ReplicaTrainer(Trainer):  # type: ignore[misc]  # untyped where it is not installed

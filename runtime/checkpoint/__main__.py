@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from runtime.checkpoint import in_memory, store
-from runtime.checkpoint.coding import NotInstalled
+from runtime.checkpoint.compression import NotInstalled
 from runtime.checkpoint.facts import saved_when
 from runtime.checkpoint.manifest import Manifest, OtherVersion, shown
 from runtime.checkpoint.progress import Bar

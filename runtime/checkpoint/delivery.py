@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from runtime.checkpoint.facts import facts_of
-from runtime.checkpoint.handle import WriterHandle
 from runtime.checkpoint.peer import Keepers
 from runtime.checkpoint.rooms import Room, Rooms
 from runtime.checkpoint.tiers import Folders, Tier, TierName
+from runtime.checkpoint.writer_handle import WriterHandle
 from runtime.client import CheckpointSaved
 from runtime.image import aligned
 from runtime.job import Job

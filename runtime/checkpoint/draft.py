@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint import coding, disk, store
-from runtime.checkpoint.coding import Stored
+from runtime.checkpoint import compression, disk, store
+from runtime.checkpoint.compression import Stored
 from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -377,7 +377,7 @@ class Draft:
         same = tuple(hashes[file.first : end]) == before.hashes[file.first : end]
         if file not in before.files or not same:
             return False
-        if before.packs(file) and not coding.is_installed():
+        if before.packs(file) and not compression.is_installed():
             return False  # it could not be read back
         for path, found in store.listed(self.folder):
             if isinstance(found, Manifest) and found.save == before.save:

@@ -65,7 +65,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Packed:
-    """How a chunk is stored smaller than it is: see `coding`."""
+    """How a chunk is stored smaller than it is: see `compression`."""
 
     size: int  # of the elements by which its bytes are sorted
     bytes: int  # that are stored

@@ -19,9 +19,9 @@ from typing import Any
 
 import xxhash
 
-from runtime.checkpoint import coding, store
+from runtime.checkpoint import compression, store
 from runtime.checkpoint.asking import at_once
-from runtime.checkpoint.coding import Stored
+from runtime.checkpoint.compression import Stored
 from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -175,7 +175,7 @@ class ObjectStore:
         found = self.named(save, progress)
         part = self._part(found, rank)
         if part.packed:
-            coding.demand(posixpath.join(found.path, part.name))
+            compression.demand(posixpath.join(found.path, part.name))
         buffer = pages(part.table.bytes)
         for finding in self._compare(found.path, part, buffer, progress):
             raise Damaged(f"{found.path}: {finding}")
@@ -192,7 +192,7 @@ class ObjectStore:
                 part = self._part(found, expected.rank)
                 wrong = self._compare(found.path, part, progress=progress)
                 findings += [f"{found.path}: {one}" for one in wrong]
-            except (coding.NotInstalled, OSError) as error:
+            except (compression.NotInstalled, OSError) as error:
                 not_checked.append(error)
             except Damaged as error:
                 findings.append(str(error))
@@ -280,7 +280,7 @@ class ObjectStore:
         chunks = slice(file.first, file.first + file.chunks)
         if file not in part.files or tuple(hashes[chunks]) != part.hashes[chunks]:
             return False
-        if part.packs(file) and not coding.is_installed():
+        if part.packs(file) and not compression.is_installed():
             return False  # it could not be read back
         try:
             with self._asking(path):
@@ -539,7 +539,7 @@ class ObjectStore:
                 progress(len(block))
                 judging.demand(file, run.start + len(block), run.end)
                 for chunk, stored in part.cut(run, block):
-                    data = coding.chunk_in(part, chunk, stored)
+                    data = compression.chunk_in(part, chunk, stored)
                     if data is None:
                         judging.wrong[file.name].append(chunk)
                     elif into is not None:
@@ -549,7 +549,7 @@ class ObjectStore:
         try:
             if into is None:
                 _do_all([partial(look, file) for file in part.files])
-            unpacks = coding.is_installed()
+            unpacks = compression.is_installed()
             there = [one for one in part.files if one.name not in judging.cut]
             readable = [one for one in there if unpacks or not part.packs(one)]
             runs = [(file, run) for file in readable for run in part.runs_of(file, longest)]
@@ -562,7 +562,7 @@ class ObjectStore:
             judging.unread = error
         findings = judging.findings()
         if part.packed and not findings:
-            coding.demand(posixpath.join(folder, part.name))
+            compression.demand(posixpath.join(folder, part.name))
         return findings
 
     @contextlib.contextmanager

@@ -17,8 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 
-from runtime.checkpoint import coding
-from runtime.checkpoint.coding import Stored
+from runtime.checkpoint import compression
+from runtime.checkpoint.compression import Stored
 from runtime.checkpoint.interval import MEASURED
 from runtime.checkpoint.manifest import ITEM_BYTES, DataFile, Packed, Part, chunks_in
 from runtime.checkpoint.meter import Meter
@@ -74,7 +74,7 @@ class Packer:
 
     def may_pay(self) -> bool:
         """Whether anything may be packed at all."""
-        return self.speed < QUICK and coding.is_installed()
+        return self.speed < QUICK and compression.is_installed()
 
     def note(self, meter: Meter) -> None:
         """How quick the tier was in a save, which is over."""
@@ -117,7 +117,7 @@ class Packer:
     def _pack(self, data: Stored, size: int) -> tuple[bytes, float]:
         """And the seconds of a core that it took."""
         core_s, wall_s = time.thread_time(), time.monotonic()
-        packed = coding.pack(data, size)
+        packed = compression.pack(data, size)
         core_s, wall_s = time.thread_time() - core_s, time.monotonic() - wall_s
         with self._counting:
             self._core_s += core_s
@@ -178,7 +178,7 @@ def packed_again(part: Part, file: DataFile, image: memoryview) -> Iterator[Stor
         if how is None:
             yield data
             continue
-        packed = coding.pack(data, how.size)
+        packed = compression.pack(data, how.size)
         if len(packed) != how.bytes:
             raise Damaged(f"{file.name}: chunk {chunk} packs to {len(packed)} bytes by now")
         yield packed

@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 from runtime.checkpoint.large_pages import LARGE_BYTES, collapse, emptied, mapped
 from runtime.checkpoint.memory_left import LOOK_BYTES, demand
-from runtime.giving_way import give_way
 from runtime.image import aligned
+from runtime.priority import lower_priority
 
 ROOMS = 2
 RETRY_S = 30.0  # after memory could not be had
@@ -197,7 +197,7 @@ class Rooms:
 
     def _make(self) -> None:
         """On a thread of its own. Each is there for use as soon as it is made."""
-        give_way()
+        lower_priority()
         try:
             while self._make_next():
                 pass

@@ -16,7 +16,7 @@ from typing import Any
 
 from runtime.checkpoint import peer, store
 from runtime.checkpoint.asking import Asking
-from runtime.checkpoint.coding import NotInstalled
+from runtime.checkpoint.compression import NotInstalled
 from runtime.checkpoint.facts import changed_since
 from runtime.checkpoint.manifest import MANIFEST, Manifest
 from runtime.checkpoint.objects import Found, ObjectStore, step_of

@@ -22,8 +22,8 @@ from typing import Any
 
 import xxhash
 
-from runtime.checkpoint import coding, disk
-from runtime.checkpoint.coding import NotInstalled
+from runtime.checkpoint import compression, disk
+from runtime.checkpoint.compression import NotInstalled
 from runtime.checkpoint.manifest import (
     MANIFEST,
     DataFile,
@@ -248,7 +248,7 @@ def read(path: Path, rank: int = 0, progress: Progress = unseen) -> Staged:
     it."""
     part = part_of(path, manifest_of(path), rank)
     if any(part.packed):
-        coding.demand(str(path))
+        compression.demand(str(path))
     buffer = pages(part.table.bytes)
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -310,7 +310,7 @@ def verify(path: Path, progress: Progress = unseen) -> list[Finding]:
     finally:
         os.close(handle)
     if packed and not findings:
-        coding.demand(str(path))
+        compression.demand(str(path))
     return [in_job(finding, path.parent) for finding in findings]
 
 
@@ -389,7 +389,7 @@ def check(
     def unpack(run: Run, block: memoryview) -> None:
         for chunk, stored in part.cut(run, block):
             length = part.length_of(chunk)
-            data = coding.chunk_in(part, chunk, stored)
+            data = compression.chunk_in(part, chunk, stored)
             if data is None:
                 wrong.append(chunk)
             elif into is not None:
@@ -400,9 +400,9 @@ def check(
     try:
         if part.packs(file):
             # That it is missing or cut short shows all the same.
-            runs = part.runs_of(file, disk.PACKED_BYTES) if coding.is_installed() else ()
+            runs = part.runs_of(file, disk.PACKED_BYTES) if compression.is_installed() else ()
             disk.read_runs(file.name, part.stored_of(file), handle, runs, unpack)
-            coding.demand(f"{file.name} (rank {part.rank})")
+            compression.demand(f"{file.name} (rank {part.rank})")
         else:
             disk.read(file.name, file.bytes, handle, compare, into)
     except (OSError, EOFError) as error:

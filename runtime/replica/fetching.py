@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from runtime.framing import Busy, PeerFailed, receive_chunk, receive_json
-from runtime.giving_way import give_way
 from runtime.image import CHUNK_BYTES, Damaged, Staged, pages
+from runtime.priority import lower_priority
+from runtime.replica.buffers import BufferPool
 from runtime.replica.peers import Reduced
-from runtime.replica.spares import Spares
 from runtime.serving import IDLE_S, Requests
 from runtime.snapshot import bytes_of
 
@@ -71,10 +71,10 @@ class Connection(Requests):
         *,
         settled: bool = False,
         have: Reduced | None = None,
-        spares: Spares | None = None,
+        pool: BufferPool | None = None,
     ) -> Reduced:
         """One committed step; `settled`, only if the peer made another on it. `have`: the same
-        step, fetched before; it is returned if it is the one that the peer made. `spares`: for its
+        step, fetched before; it is returned if it is the one that the peer made. `pool`: for its
         buffer, which goes back there once nobody holds the step.
 
         Raises NotKept, NotYet, PeerFailed, Damaged, MemoryError.
@@ -89,7 +89,7 @@ class Connection(Requests):
             return have
         size = int(described["bytes"]) // 4
         try:
-            buffer = torch.empty(size) if spares is None else spares.take(size)
+            buffer = torch.empty(size) if pool is None else pool.take(size)
         except RuntimeError as error:  # torch's, of a card's memory too
             raise _no_memory(4 * size, f"step {step}", error) from error
         view = bytes_of(buffer)
@@ -101,8 +101,8 @@ class Connection(Requests):
         finally:
             self.receiving = False
         reduced = Reduced(int(described["step"]), int(described["epoch"]), buffer)
-        if spares is not None:
-            spares.lend(buffer, reduced)
+        if pool is not None:
+            pool.lend(buffer, reduced)
         return reduced
 
 
@@ -140,10 +140,10 @@ def fetch_reduced(
     token: str,
     step: int,
     have: Reduced | None = None,
-    spares: Spares | None = None,
+    pool: BufferPool | None = None,
     broken: Callable[[], bool] = lambda: False,
 ) -> Reduced:
-    """One committed step, from the first donor that has it; `have`, `spares`: see
+    """One committed step, from the first donor that has it; `have`, `pool`: see
     `Connection.reduced`. Donors that serve too many are asked again: of a large job most may be
     behind one. Raises PeerFailed with all answers, soon after what it is wanted for is `broken`;
     MemoryError."""
@@ -157,7 +157,7 @@ def fetch_reduced(
             connection = Connection(donor, token)
             try:
                 with _hanging_up(connection, broken):
-                    return connection.reduced(step, have=have, spares=spares)
+                    return connection.reduced(step, have=have, pool=pool)
             except (PeerFailed, Damaged) as error:
                 answers[donor] = error
             finally:
@@ -213,7 +213,7 @@ class Download:
 
     def draw(self, donor: str, token: str) -> None:
         """Take pieces from this donor until nothing is missing, or it fails too often."""
-        give_way()  # other replicas may train on this machine, at the priority that is ours too
+        lower_priority()  # other replicas may train on this machine, at the one that is ours too
         connection = Connection(donor, token)
         tries = TRIES
         while tries and (piece := self._next()):
@@ -286,12 +286,12 @@ class Follower:
         step: int,
         tell: Callable[[dict[str, Any]], None],
         *,
-        spares: Spares | None = None,
+        pool: BufferPool | None = None,
         ahead: Reduced | None = None,
     ) -> None:
-        """`step`: the first one wanted; `ahead`: that one, if its bytes are here already. `spares`:
+        """`step`: the first one wanted; `ahead`: that one, if its bytes are here already. `pool`:
         see `Connection.reduced`."""
-        self._spares = spares
+        self._pool = pool
         self._connections = deque(Connection(donor, token) for donor in donors)
         self._step = step
         self._tell = tell
@@ -355,10 +355,10 @@ class Follower:
             wait_s = WAIT_S if self._level else 0.0
             try:
                 if self._ahead is None:
-                    self._ahead = donor.reduced(self._step, wait_s, spares=self._spares)
+                    self._ahead = donor.reduced(self._step, wait_s, pool=self._pool)
                     continue  # it may be stopped by now
                 self._ahead = donor.reduced(
-                    self._step, wait_s, settled=True, have=self._ahead, spares=self._spares
+                    self._step, wait_s, settled=True, have=self._ahead, pool=self._pool
                 )
                 return self._ahead
             except NotYet:

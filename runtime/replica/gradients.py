@@ -18,8 +18,8 @@ import torch
 from torch.nn.utils import get_total_norm
 
 from runtime.ledger import Summed
+from runtime.replica.buffers import BufferPool
 from runtime.replica.division import as_part, part_of
-from runtime.replica.spares import Spares
 from runtime.replica.tree import Branch, branches_of, collapse
 
 
@@ -99,7 +99,7 @@ class Gradients:
         #: where the parameters are, and what is summed
         self.device = next((part_of(p).device for p in self.parameters), torch.device("cpu"))
         self.statistics = torch.zeros(statistics, device=self.device)
-        self.spares = Spares(self.device)
+        self.pool = BufferPool(self.device)
         self.held: set[int] = set()  # shards whose gradient is summed here
         # Of each shard, as plain numbers: a tensor's take ten times as long to change one by one.
         self.coverage = [0.0] * shards
@@ -182,7 +182,7 @@ class Gradients:
         _me: int,
         wishes: Wishes,
     ) -> torch.Tensor:
-        """The sum over all members, in a buffer of `spares`; one of an abandoned operation, which
+        """The sum over all members, in a buffer of `pool`; one of an abandoned operation, which
         may still scribble on it, never comes back there. `shares`: which shards each member has
         summed. Raises Severed."""
         buffer = self._joined([*self._parts(), self.statistics, self.tail(wishes)])
@@ -233,7 +233,7 @@ class Gradients:
         self.statistics.zero_()
 
     def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        buffer = self.spares.take(sum(part.numel() for part in parts))
+        buffer = self.pool.take(sum(part.numel() for part in parts))
         return torch.cat(parts, out=buffer)
 
     def tail(self, wishes: Wishes) -> torch.Tensor:
@@ -304,12 +304,12 @@ class TreeGradients(Gradients):
     def clear(self) -> None:
         super().clear()
         for branch in self.branches.values():
-            self.spares.give(branch)
+            self.pool.give(branch)
         self.branches.clear()
 
     def _added(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         first.add_(second)
-        self.spares.give(second)
+        self.pool.give(second)
         return first
 
     def reduce(

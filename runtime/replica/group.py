@@ -20,16 +20,16 @@ from runtime.forking import take_signal
 from runtime.job import Job
 from runtime.replica import observing
 from runtime.replica.division import Division
+from runtime.replica.follower import Follower
 from runtime.replica.heap import keep_freed_memory
 from runtime.replica.leader import BECAUSE, Leader
-from runtime.replica.led import Led
 from runtime.replica.nccl import group_for
 from runtime.replica.network import address_of, own_address
 from runtime.replica.rank import Rank
+from runtime.replica.reporting import Committed, Reporter
 from runtime.replica.shape import cannot_drop, describe, of_loop, of_ranks
 from runtime.replica.state import Averages, Stateful, Steps, TrainingState
 from runtime.replica.step import MODES, Mode, StepEngine
-from runtime.replica.telling import Committed, Teller
 from runtime.replica.trained import stranger
 
 log = logging.getLogger("drydock.replica")
@@ -161,16 +161,16 @@ class ReplicaGroup:
         self._loop: Loop
         if job.rank:
             first = division.agree("")
-            self._loop = Led(
+            self._loop = Follower(
                 self._rank, first, shape_of_ranks, leave=self._leave, abandon=self._abandon
             )
         else:
-            teller = Teller(job, self.state.ledger, batches.tokens_per_sample)
+            reporter = Reporter(job, self.state.ledger, batches.tokens_per_sample)
             self._loop = Leader(
                 self._rank,
                 shape,
                 shape_of_ranks,
-                teller,
+                reporter,
                 steps=steps,
                 compare_every=compare_every,
                 straggler_after_s=straggler_after_s,

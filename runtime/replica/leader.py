@@ -22,10 +22,10 @@ from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import STILL_AWAY_S, Link, Refused
 from runtime.replica.membership import REJOINS, Severed, Silent
 from runtime.replica.rank import Rank
+from runtime.replica.reporting import Committed, Reporter
 from runtime.replica.siblings import Sibling, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.stragglers import Stragglers
-from runtime.replica.telling import Committed, Teller
 from runtime.replica.together import HASHED_FOR, Together
 
 log = logging.getLogger("drydock.replica")
@@ -53,7 +53,7 @@ class Leader:
         rank: Rank,
         shape: dict[str, str],
         shape_of_ranks: dict[str, str],
-        teller: Teller,
+        reporter: Reporter,
         *,
         steps: int | None,
         compare_every: int,
@@ -69,7 +69,7 @@ class Leader:
         self.rank = rank
         self.engine = rank.engine
         self.link = rank.link = Link(job.coordinator, self.introduce, self.on_break)
-        self.teller = teller
+        self.reporter = reporter
         self.steps = steps
         self._shape = shape
         self._leave_job = leave
@@ -92,7 +92,7 @@ class Leader:
             lambda lost: abandon(f"rank {lost} of this replica is gone"),
             shape_of_ranks,
         )
-        self.together = Together(rank, self.siblings, teller, compare_every=compare_every)
+        self.together = Together(rank, self.siblings, reporter, compare_every=compare_every)
         self.member = self.together.member
         self.link.trains = lambda: self.member.epoch > 0
         self.link.on_strange = lambda why: job.trouble("coordinator_refuses", why)
@@ -211,12 +211,12 @@ class Leader:
     def _watch_pace(self, tail: Tail) -> None:
         """Who is slower than its peers, of which one member tells."""
         for pace in self._stragglers.note(tail.who, tail.seconds, time.monotonic()):
-            if self.teller.speaks():
+            if self.reporter.speaks():
                 kind = "straggler" if pace.slow else "straggler_recovered"
                 self.job.trouble(kind, str(pace), f"replica {pace.replica}")
 
     def _tell(self, step: Committed) -> None:
-        self.teller.committed(step.step, step.epoch, step.loss, step.grad_norm, step.samples)
+        self.reporter.committed(step.step, step.epoch, step.loss, step.grad_norm, step.samples)
 
     def _edge(self, tail: Tail) -> None:
         """Between two steps: what all members agreed on in the last all-reduce."""
@@ -248,7 +248,7 @@ class Leader:
         step."""
         if self.together.passes_on():
             self._owed.discard("shared")
-        due = self.rank.saver.due() if self.teller.speaks() else set()
+        due = self.rank.saver.due() if self.reporter.speaks() else set()
         if "shared" in due or self.sharing.is_stuck():
             self.together.ready({"shared"})  # which tells where it is not
         saves = not self.together.holds_back
@@ -294,8 +294,8 @@ class Leader:
         """Before we go: also where the shared folder cannot be written. Not before the first step:
         nothing was trained, and no job goes on from that; nor what leads nowhere."""
         tiers = self._ours() - {"shared"}
-        members = self.teller.present
-        if members and members[self.sharing.turn % len(members)] == self.teller.replica:
+        members = self.reporter.present
+        if members and members[self.sharing.turn % len(members)] == self.reporter.replica:
             tiers |= {"shared"}  # whose turn it was before may be who cannot write there
         leads_nowhere = self.rank.losses.lost or self.rank.state.spoilt
         if self.together.committed >= 0 and tiers and not leads_nowhere:
@@ -305,7 +305,7 @@ class Leader:
         """The tiers that we save to: each replica to those of its own, one of them for all to the
         shared folder."""
         tiers = self.rank.saver.tiers
-        return {name for name in tiers if tiers[name].own or self.teller.speaks()}
+        return {name for name in tiers if tiers[name].own or self.reporter.speaks()}
 
     # --- epochs ---------------------------------------------------------------------------------
 

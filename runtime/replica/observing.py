@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from runtime.job import Job
+    from runtime.replica.reporting import Committed
     from runtime.replica.state import TrainingState
-    from runtime.replica.telling import Committed
 
 #: module:function that returns an Observer; for tools, never set in production.
 ENV_OBSERVER = "DRYDOCK_OBSERVER"

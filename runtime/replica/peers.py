@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from runtime.beside import beside
+from runtime.background import in_background
 from runtime.framing import PeerFailed, send_chunk, send_json
-from runtime.giving_way import give_way
 from runtime.image import CHUNK_BYTES, Staged
+from runtime.priority import lower_priority
 from runtime.replica.pacing import Pace
 from runtime.serving import RequestServer
 from runtime.snapshot import Copying, slices_of
@@ -133,10 +133,10 @@ class Offer:
         self._users = 2  # whoever offers it, and whoever finishes it
         self._lock = threading.Lock()
 
-    def finish(self, *, give_way: bool) -> Staged:
-        """Make it whole, and hash it; once. `give_way`: see `Copying.finish`."""
+    def finish(self, *, low_priority: bool) -> Staged:
+        """Make it whole, and hash it; once. `low_priority`: see `Copying.finish`."""
         assert self._copying is not None  # noqa: S101 - its finisher has not dropped it
-        staged = self._copying.finish(give_way=give_way)
+        staged = self._copying.finish(low_priority=low_priority)
         _ = staged.digest
         self.staged = staged
         return staged
@@ -193,7 +193,7 @@ class PeerServer:
         self.kept.copied = copying.table.bytes
         former, self._offer = self._offer, Offer(copying, gone)
         _end(former)
-        beside("drydock-hold", partial(self._hold, self._offer), awaited=True)
+        in_background("drydock-hold", partial(self._hold, self._offer), awaited=True)
 
     def release(self, *, log: bool) -> None:
         former, self._offer = self._offer, None
@@ -206,10 +206,10 @@ class PeerServer:
             self._pace.close()
         self._server.close()
 
-    def _hold(self, offer: Offer, give_way: bool) -> None:
+    def _hold(self, offer: Offer, low_priority: bool) -> None:
         try:
             try:
-                digest = offer.finish(give_way=give_way).digest
+                digest = offer.finish(low_priority=low_priority).digest
             except Exception as error:  # newcomers wait for it: they have to hear
                 log.error("not_staged step=%s error=%r", offer.step, error)
                 digest = ""
@@ -235,7 +235,7 @@ class PeerServer:
                 self._serve_chunks(connection, staged, range(first, first + count))
 
     def _serve_chunks(self, connection: socket.socket, staged: Staged, numbers: range) -> None:
-        give_way()  # steps are asked for on other connections
+        lower_priority()  # steps are asked for on other connections
         view = memoryview(staged.buffer)
         for number in numbers:
             chunk = view[number * CHUNK_BYTES :][:CHUNK_BYTES]
@@ -267,4 +267,4 @@ class PeerServer:
 def _end(offer: Offer | None) -> None:
     """To give hundreds of megabytes back takes the kernel as long as half a short step."""
     if offer is not None:
-        beside("drydock-free", lambda _give_way: offer.drop(), awaited=True)
+        in_background("drydock-free", lambda _low_priority: offer.drop(), awaited=True)

@@ -22,17 +22,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from runtime.beside import beside
+from runtime.background import in_background
 from runtime.checkpoint import Checkpointer
-from runtime.checkpoint.coding import NotInstalled
+from runtime.checkpoint.compression import NotInstalled
 from runtime.checkpoint.resharding import AS_SAVED, has_parts, resharded
 from runtime.checkpoint.saver import FINISH_S
 from runtime.checkpoint.suspects import Losses
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.framing import PeerFailed
-from runtime.giving_way import give_way
 from runtime.image import Damaged, Table
 from runtime.job import Job
+from runtime.priority import lower_priority
 from runtime.replica.fetching import Follower, fetch_reduced, fetch_state
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import Link
@@ -43,10 +43,10 @@ from runtime.replica.pacing import pace_of
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
 from runtime.replica.preemption import Preemption, durable_in, in_time, longest_s, usual_s_in
 from runtime.replica.reach import unreached
+from runtime.replica.reporting import Committed
 from runtime.replica.siblings import NEXT
 from runtime.replica.state import TrainingState
 from runtime.replica.step import Applied, StepEngine
-from runtime.replica.telling import Committed
 from runtime.snapshot import Copying, TooSmall, state_of, touched
 from runtime.stalls import Stalls
 
@@ -148,7 +148,7 @@ class Rank:
         self._stopped: Follower | None = None  # what it fetched last may be the next step
         gradients = engine.gradients
         #: for steps that peers made, which are as large as ours, where those are in this memory
-        self._spares = gradients.spares if gradients.device.type == "cpu" else None
+        self._pool = gradients.pool if gradients.device.type == "cpu" else None
         self._followed: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         #: held by whoever changes the state, or begins a copy of it
         self._changing = threading.Lock()
@@ -300,7 +300,7 @@ class Rank:
         ahead = None if former is None else former.drawn(step)
         heard = self._hear_followed if self.job.rank else self.link.inbox.put
         self._follower = Follower(
-            shuffled, self.job.token, step, heard, spares=self._spares, ahead=ahead
+            shuffled, self.job.token, step, heard, pool=self._pool, ahead=ahead
         )
 
     @order
@@ -355,7 +355,7 @@ class Rank:
 
         have = None if self._stopped is None else self._stopped.drawn(step, ours, broken)
         try:
-            self._hold(fetch_reduced(ours, self.job.token, step, have, self._spares, broken))
+            self._hold(fetch_reduced(ours, self.job.token, step, have, self._pool, broken))
         except PeerFailed as error:
             if broken():
                 raise Severed(f"epoch {epoch} broke") from error
@@ -588,7 +588,7 @@ class Rank:
             self.job.trouble("not_compared", f"{what}; {NOT_COMPARED}")
             self.on_hashed("proved", self.state.committed, "")
             return
-        beside("drydock-prove", partial(self._hash, "proved", copying, gone))
+        in_background("drydock-prove", partial(self._hash, "proved", copying, gone))
 
     def _begin_copy(
         self, begin: Callable[[memoryview | None], Copying]
@@ -629,12 +629,14 @@ class Rank:
             return f"no copy could be made: {error!r}"
         self._copies.append(copying)
         gone = partial(self.saver.rooms.give_back, room)
-        beside("drydock-compare", partial(self._hash, "compared", copying, gone))
+        in_background("drydock-compare", partial(self._hash, "compared", copying, gone))
         return ""
 
-    def _hash(self, op: str, copying: Copying, gone: Callable[[], None], give_way: bool) -> None:
+    def _hash(
+        self, op: str, copying: Copying, gone: Callable[[], None], low_priority: bool
+    ) -> None:
         try:
-            digest = copying.finish(give_way=give_way).digest
+            digest = copying.finish(low_priority=low_priority).digest
         except Exception as error:
             what = f"step {copying.step}: the state could not be hashed: {error!r}"
             self.job.trouble("not_compared", f"{what}; {NOT_COMPARED}")
@@ -680,7 +682,7 @@ class Rank:
         return spare.result() if spare is not None and spare.done() else None
 
     def _touch(self, room: Future[memoryview | None], size: int) -> None:
-        give_way()
+        lower_priority()
         try:
             room.set_result(touched(size))
         except (MemoryError, OSError, RuntimeError) as error:  # by whoever was asked for it

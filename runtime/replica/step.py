@@ -214,7 +214,7 @@ class StepEngine:
             raise Severed("a member is gone")
         buffer = self.gradients.reduce(self.gloo, self.shares, self.me, wishes)
         reduced = Reduced(self.pending, self.epoch, buffer)
-        self.gradients.spares.lend(buffer, reduced)
+        self.gradients.pool.lend(buffer, reduced)
         return reduced, self.gradients.read(buffer)
 
     def apply(self, reduced: Reduced, tail: Tail) -> Applied:

@@ -29,10 +29,10 @@ from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.membership import Member, Severed
 from runtime.replica.peers import Reduced
 from runtime.replica.rank import FAILURES, NOT_COMPARED, Rank, Unloadable, name_of
+from runtime.replica.reporting import Reporter
 from runtime.replica.sharing import Sharing
 from runtime.replica.siblings import NEXT, Incomplete, Siblings
 from runtime.replica.step import MAX_REFUSED_STEPS, NotWhole
-from runtime.replica.telling import Teller
 
 #: What a copy of the state is hashed for, in the words in which others are told of it.
 HASHED_FOR = ("staged", "compared", "proved")
@@ -63,12 +63,12 @@ class Together:
     """
 
     def __init__(
-        self, rank: Rank, siblings: Siblings, teller: Teller, *, compare_every: int = 0
+        self, rank: Rank, siblings: Siblings, reporter: Reporter, *, compare_every: int = 0
     ) -> None:
         """`compare_every`: after so many steps the members' states are compared, 0 for never."""
         self.rank = rank
         self.siblings = siblings
-        self.teller = teller
+        self.reporter = reporter
         self.member = Member(
             rank.job.replica,
             rank.link.say,
@@ -200,7 +200,7 @@ class Together:
         )
 
     def _note_epoch(self) -> None:
-        if self.teller.speaks():
+        if self.reporter.speaks():
             self.rank.saver.sources.note_epoch(self.member.epoch)
 
     def saved(self, rank: int, part: CheckpointSaved) -> None:
@@ -280,7 +280,7 @@ class Together:
         alike."""
         told = self.rank.losses.note(made)
         if self._trial is None:
-            if told is not None and self.teller.speaks():
+            if told is not None and self.reporter.speaks():
                 self.trouble(*told)
             return
         try:
@@ -394,7 +394,7 @@ class Together:
         self._all("follow", donors=donors)
 
     def proven(self) -> None:
-        self.teller.follows()
+        self.reporter.follows()
 
     def stop_following(self) -> None:
         self._all("stop_following")
@@ -415,7 +415,7 @@ class Together:
             self.judge(self.commit())
 
     def connect(self, grant: dict[str, Any]) -> None:
-        self.teller.granted(grant, self.committed, self.member.replica)
+        self.reporter.granted(grant, self.committed, self.member.replica)
         steps = self._all("connect", grant=grant, replica=self.member.replica)
         if len(set(steps)) > 1:
             raise Incomplete(f"the ranks of this replica are at the steps {steps}; start it anew")
@@ -455,7 +455,7 @@ class Together:
 
     def heard_of_loss(self, message: dict[str, Any]) -> None:
         self.rank.observer.lost(message)
-        self.teller.lost(message, self.committed)
+        self.reporter.lost(message, self.committed)
 
     def trouble(self, kind: str, text: str, subject: str = "") -> None:
         self.rank.job.trouble(kind, text, subject)

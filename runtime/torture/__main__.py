@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint import coding
+from runtime.checkpoint import compression
 from runtime.checkpoint.objects import ObjectStore
 from runtime.torture import ending
 from runtime.torture.faults import Fault, Settings, each, phases_of, plan
@@ -327,7 +327,7 @@ def of_job(url: str) -> Path:
 def lacks(objects: str) -> dict[str, str]:
     """The phases that cannot be come to here, and what they need."""
     found = {} if objects else dict.fromkeys(TO_OBJECTS, "give the job an object store, --objects")
-    return found if coding.is_installed() else {**found, PACK: coding.INSTALL}
+    return found if compression.is_installed() else {**found, PACK: compression.INSTALL}
 
 
 def object_of(given: str) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from typing import Any, Self
 
 import runtime
 from runtime import client
-from runtime.checkpoint.handle import WRITER_MODULE
 from runtime.checkpoint.holder import ADDRESS
 from runtime.checkpoint.objects import ObjectStore
 from runtime.checkpoint.peer import HOLDER_MODULE, running
+from runtime.checkpoint.writer_handle import WRITER_MODULE
 from runtime.replica.observing import ENV_OBSERVER
 from runtime.torture import holder
 from runtime.torture.hand import ENV_FOLDER, ENV_OF_RANK

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from runtime.checkpoint.tiers import TierName
     from runtime.job import Job
     from runtime.replica.rank import Rank
+    from runtime.replica.reporting import Committed
     from runtime.replica.state import TrainingState
-    from runtime.replica.telling import Committed
 
 ENV_PACE = "DRYDOCK_TORTURE_PACE"  # seconds
 #: What a newcomer passes through for each step that its peers made since it began with theirs.

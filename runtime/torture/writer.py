@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint import coding, disk, packing, peer, store, writer
+from runtime.checkpoint import compression, disk, packing, peer, store, writer
 from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.objects import ObjectStore
 from runtime.checkpoint.packing import Packer
@@ -70,7 +70,7 @@ def pack_half() -> None:
     turns = itertools.cycle((True, False))
 
     def may_pay(_inner: Callable[..., bool], _packer: Packer) -> bool:
-        return coding.is_installed() and next(turns)
+        return compression.is_installed() and next(turns)
 
     def pays(
         inner: Callable[..., bool], sample: packing.Sample, _speed: float, cores: float

@@ -55,6 +55,7 @@ from runtime.job import Job
 from runtime.ledger import Range
 from runtime.parts import as_told, put_together, taken_apart
 from runtime.replica.network import own_address
+from runtime.replica.reporting import Reporter
 from runtime.replica.shape import of_deepspeed
 from runtime.replica.state import (
     GO_ON,
@@ -65,7 +66,6 @@ from runtime.replica.state import (
     put_back_model,
     put_back_optimizer,
 )
-from runtime.replica.telling import Teller
 from runtime.snapshot import (
     Copying,
     Due,
@@ -169,7 +169,7 @@ class WholeJob:
         self._asked = False  # the control plane wants a checkpoint
         self._owed: set[TierName] = set()  # and had none yet in these tiers
         tokens = batches.tokens_per_sample if batches is not None else 0
-        self._teller = Teller(job, self.samples.ledger, tokens, whole=True)
+        self._reporter = Reporter(job, self.samples.ledger, tokens, whole=True)
         self._told_left_out = False  # that some shards were
         self._stalls = Stalls(job.trouble, stalled_after_s)
         self._ending = Ending(job, saver, self._save_aside)
@@ -278,7 +278,7 @@ class WholeJob:
         self._tell_left_out_tiers()
         self._refuse_odd()
         if not self.job.rank:
-            self._teller.members = list(range(self.job.world_replicas))
+            self._reporter.members = list(range(self.job.world_replicas))
             self.job.sender.speaks = True
         self.job.sender.on_directive = self._on_directive
         self._ending.begin()
@@ -421,7 +421,7 @@ class WholeJob:
         self._said = (loss, 0)  # who tells of each tenth step counts its samples once
         entered = self.samples.enter(self.committed, self.epoch, taken)
         samples = said if entered is None else entered.per_step
-        self._teller.committed(self.committed, self.epoch, loss, 0.0, samples)
+        self._reporter.committed(self.committed, self.epoch, loss, 0.0, samples)
         self._tell_left_out(entered)
 
     def _tell_left_out(self, entered: Range | None) -> None:

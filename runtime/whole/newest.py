@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch.distributed.distributed_c10d import _get_default_store
 
 from runtime.checkpoint import Checkpointer
-from runtime.checkpoint.coding import NotInstalled
+from runtime.checkpoint.compression import NotInstalled
 from runtime.checkpoint.sources import OF_ALL_NODES
 from runtime.checkpoint.store import WHICH_ARE_WHOLE, Progress, unseen
 from runtime.checkpoint.tiers import TierName

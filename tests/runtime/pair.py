@@ -21,10 +21,10 @@ from runtime.replica.link import Link
 from runtime.replica.observing import Observer
 from runtime.replica.peers import Reduced
 from runtime.replica.rank import Rank
+from runtime.replica.reporting import Reporter
 from runtime.replica.siblings import Siblings
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
-from runtime.replica.telling import Teller
 from runtime.replica.together import Together
 from tests.runtime.told import Told
 
@@ -99,7 +99,7 @@ class Pair:
         siblings = Siblings("127.0.0.1", TOKEN, 2, link, lambda _r, _m: None, lambda _r: None)
         self.other = Other(siblings.address)
         siblings.meet()
-        self.together = Together(self.rank, siblings, Teller(job, self.state.ledger, 1))
+        self.together = Together(self.rank, siblings, Reporter(job, self.state.ledger, 1))
         self.together.member.replica = 0
 
 

@@ -156,9 +156,9 @@ def test_the_last_save_to_the_folder_of_all_is_of_whose_turn_it_is(
     assert isinstance(loop, Leader)
     saved: list[set[str]] = []
     monkeypatch.setattr(loop.together, "save", lambda tiers, **_how: saved.append(set(tiers)))
-    loop.teller.members, loop.teller.replica = [0, 1], replica
+    loop.reporter.members, loop.reporter.replica = [0, 1], replica
     gone = {"epoch": 1, "replica": lost, "placement": "g", "how": "exit", "at": 1.0}
-    loop.teller.lost(gone, 3)
+    loop.reporter.lost(gone, 3)
     loop.rank.state.committed = 3
     loop.sharing.decide(Wishes(alone_failed=bool(failed)), 2)
 

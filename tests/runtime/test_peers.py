@@ -20,6 +20,7 @@ from runtime import serving
 from runtime.framing import HEADER, PeerFailed, receive_chunk, send_json
 from runtime.image import CHUNK_BYTES, Damaged, Staged
 from runtime.replica import fetching, peers
+from runtime.replica.buffers import BufferPool
 from runtime.replica.fetching import (
     Connection,
     Download,
@@ -31,11 +32,10 @@ from runtime.replica.fetching import (
 )
 from runtime.replica.pacing import Pace
 from runtime.replica.peers import PeerServer, Reduced, ReducedLog
-from runtime.replica.spares import Spares
 from runtime.snapshot import SLICE_BYTES, Changed, Copying, allocate, stage
 from tests.runtime import fake_card
 from tests.runtime.replicas import until
-from tests.runtime.test_beside import refuses
+from tests.runtime.test_background import refuses
 
 MEGABYTES = 20
 STATE: dict[str, Any] = {"weight": torch.arange(MEGABYTES << 18, dtype=torch.float32), "count": 3}
@@ -585,14 +585,14 @@ def test_a_buffer_that_a_step_came_in_is_used_again_once_nobody_holds_the_step(
     donor: Donor,
 ) -> None:
     donor.kept.add(Reduced(8, 1, torch.ones(5)))
-    connection, spares = Connection(donor.address, "right"), Spares(torch.device("cpu"))
+    connection, pool = Connection(donor.address, "right"), BufferPool(torch.device("cpu"))
 
-    held = connection.reduced(8, spares=spares)
+    held = connection.reduced(8, pool=pool)
     buffer = held.buffer
 
-    assert spares.take(5) is not buffer
+    assert pool.take(5) is not buffer
     del held
-    assert spares.take(5) is buffer
+    assert pool.take(5) is buffer
 
 
 def test_the_bytes_of_a_step_come_before_others_go_on_from_it(donor: Donor) -> None:

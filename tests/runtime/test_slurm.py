@@ -1,4 +1,4 @@
-"""Jobs under a real Slurm, as docs/replicas.md starts them, on a cluster that lives for these tests.
+"""Jobs under a real Slurm, as docs/launchers.md starts them, on a cluster of their own.
 
 Its two nodes are this machine twice. Nothing of it lies outside its folder.
 """

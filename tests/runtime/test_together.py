@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.checkpoint.coding import NotInstalled
+from runtime.checkpoint.compression import NotInstalled
 from runtime.client import Trouble
 from runtime.replica import rank as rank_module
 from runtime.replica.gloo import Gloo

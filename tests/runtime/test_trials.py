@@ -20,8 +20,8 @@ from runtime.image import Staged
 from runtime.replica import together as together_module
 from runtime.replica.gradients import Tail
 from runtime.replica.peers import Reduced
+from runtime.replica.reporting import Committed
 from runtime.replica.step import Applied
-from runtime.replica.telling import Committed
 from runtime.snapshot import Changed, Copying
 from tests.runtime.pair import GRANT, Pair, hold_summed, trained
 
@@ -64,7 +64,7 @@ def test_nothing_is_saved_while_losses_are_no_numbers_however_long_the_job_has_t
     pair: Pair,
 ) -> None:
     """What leads nowhere verifies too, and would take the place of all that is good."""
-    pair.together.teller.members = [0]
+    pair.together.reporter.members = [0]
     pair.together.judge(1.0)
     assert not pair.together.holds_back
     for _ in range(TOO_MANY + 2):

@@ -18,17 +18,17 @@ import pytest
 import torch
 import zstandard
 
-from runtime.checkpoint import Checkpointer, coding, disk, store
+from runtime.checkpoint import Checkpointer, compression, disk, store
 from runtime.checkpoint.__main__ import main
 from runtime.checkpoint.disk import read_small
 from runtime.checkpoint.draft import Draft, write_small
 from runtime.checkpoint.draft import write as write_plain
-from runtime.checkpoint.handle import WRITER_MODULE
 from runtime.checkpoint.interchange import foreign_state, whole_state
 from runtime.checkpoint.manifest import Manifest, Packed, Part, opened, sealed
 from runtime.checkpoint.objects import Found, ObjectStore
 from runtime.checkpoint.packing import Packer
 from runtime.checkpoint.writer import PACKET_BYTES, Writer
+from runtime.checkpoint.writer_handle import WRITER_MODULE
 from runtime.client import CheckpointSaved
 from runtime.image import CHUNK_BYTES, Damaged, Staged, aligned, pages
 from runtime.snapshot import Copying, stage
@@ -324,7 +324,7 @@ INSTALL = "pip install zstandard"
 
 
 def without_zstandard(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coding, "is_installed", lambda: False)
+    monkeypatch.setattr(compression, "is_installed", lambda: False)
 
 
 @pytest.mark.parametrize("verb", ["diff", "export", "prune"])
@@ -424,7 +424,7 @@ def test_nothing_older_is_taken_for_the_newest_that_cannot_be_read(
     path, _part = save(tmp_path, 7)
     without_zstandard(monkeypatch)
 
-    with pytest.raises(coding.NotInstalled, match=re.escape(f"{path} is packed with zstd")):
+    with pytest.raises(compression.NotInstalled, match=re.escape(f"{path} is packed with zstd")):
         store.newest(tmp_path)
 
 
@@ -440,11 +440,11 @@ class Old:
 
 def test_what_is_too_old_to_unpack_packs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", Old)
-    coding.is_installed.cache_clear()
+    compression.is_installed.cache_clear()
 
     packs = Packer(SLOW).may_pay()
 
-    coding.is_installed.cache_clear()
+    compression.is_installed.cache_clear()
     assert not packs
 
 
@@ -596,7 +596,7 @@ def test_an_object_that_is_missing_shows_where_nothing_unpacks(
 ) -> None:
     found = put(objects, 7, Packer(SLOW))
     without_zstandard(monkeypatch)
-    with pytest.raises(coding.NotInstalled, match=re.escape(INSTALL)):
+    with pytest.raises(compression.NotInstalled, match=re.escape(INSTALL)):
         objects.verify(found)
     (Path(found.path) / "rank-0-0002.bin").unlink()
 
@@ -701,7 +701,7 @@ def test_what_nobody_packs_to_the_same_again_is_shared_once_and_then_written_ane
     with trainer, writers:
         first = said_of(1)
         flip_a_bit(tmp_path / "step-00000001" / "rank-0-0000.bin", 5000)
-        monkeypatch.setattr(coding, "LEVEL", 19)
+        monkeypatch.setattr(compression, "LEVEL", 19)
         failed, again = said_of(2), said_of(3)
 
     assert first == again == ["durable", "verified", "done"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.checkpoint import coding
+from runtime.checkpoint import compression
 from runtime.checkpoint.manifest import DataFile, Part, layout_of
 from runtime.checkpoint.meter import Meter
 from runtime.checkpoint.packing import (
@@ -101,12 +101,12 @@ def test_a_tier_that_is_quick_or_not_known_yet_packs_nothing(speeds: tuple[float
 
 def test_nothing_is_imported_before_something_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    coding.is_installed.cache_clear()
+    compression.is_installed.cache_clear()
 
     assert not Packer(QUICK).may_pay()
-    assert not coding.is_installed.cache_info().currsize
+    assert not compression.is_installed.cache_info().currsize
     assert not Packer(SLOW).may_pay()  # it is not installed
-    coding.is_installed.cache_clear()
+    compression.is_installed.cache_clear()
 
 
 @pytest.mark.parametrize(

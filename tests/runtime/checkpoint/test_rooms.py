@@ -17,7 +17,7 @@ import torch
 from runtime.checkpoint import memory_left, rooms
 from runtime.checkpoint.large_pages import mapped
 from runtime.checkpoint.rooms import Rooms
-from runtime.giving_way import NICE
+from runtime.priority import NICE
 from runtime.snapshot import pin
 from tests.runtime.replicas import until
 

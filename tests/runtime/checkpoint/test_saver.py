@@ -18,10 +18,10 @@ import torch
 from runtime.checkpoint import saver as saver_module
 from runtime.checkpoint import store
 from runtime.checkpoint.draft import HOST
-from runtime.checkpoint.handle import WRITER_MODULE, WriterHandle
 from runtime.checkpoint.manifest import sealed
 from runtime.checkpoint.rooms import SLACK_BYTES
 from runtime.checkpoint.tiers import TierName, tiers_of
+from runtime.checkpoint.writer_handle import WRITER_MODULE, WriterHandle
 from runtime.client import CheckpointSaved, Trouble
 from runtime.image import Damaged, Piece
 from runtime.snapshot import Copying, state_of

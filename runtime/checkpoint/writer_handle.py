@@ -19,7 +19,7 @@ from runtime.checkpoint.rooms import Room
 from runtime.checkpoint.writer import PACKET_BYTES
 from runtime.client import ENV_RANK
 from runtime.forking import keep_from_children
-from runtime.giving_way import NICE
+from runtime.priority import NICE
 
 log = logging.getLogger("drydock.checkpoint")
 

@@ -15,7 +15,7 @@ from runtime.replica.rank import Rank
 LEAVING_S = 1.0  # how long an order to leave, which came last of all, may take to be read
 
 
-class Led:
+class Follower:
     """Speaks to its replica's first rank alone."""
 
     def __init__(

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from runtime.replica.led import Led
+from runtime.replica.follower import Follower
 from runtime.replica.rank import Rank
 from tests.runtime.replicas import PATIENCE_S
 
@@ -25,9 +25,11 @@ def test_it_says_in_what_it_must_be_like_the_first_rank() -> None:
         job=job, saver=saver, address="here:1", holder={}, gloo=SimpleNamespace(address="there:1")
     )
 
-    led = Led(cast(Rank, rank), "127.0.0.1:1", {"seed": "7"}, leave=nothing, abandon=nothing)
+    follower = Follower(
+        cast(Rank, rank), "127.0.0.1:1", {"seed": "7"}, leave=nothing, abandon=nothing
+    )
 
-    (said,) = led.introduce()
+    (said,) = follower.introduce()
     assert (said["rank"], said["shape"]) == (1, {"seed": "7"})
 
 
@@ -41,14 +43,14 @@ def test_a_read_is_given_up_as_that_is_heard_whatever_it_does_meanwhile() -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(PATIENCE_S)
         first = f"127.0.0.1:{server.getsockname()[1]}"
-        led = Led(cast(Rank, rank), first, {}, leave=nothing, abandon=nothing)
-        led.start()
+        follower = Follower(cast(Rank, rank), first, {}, leave=nothing, abandon=nothing)
+        follower.start()
         connection, _ = server.accept()
         with connection:
             connection.sendall(b'{"op": "read"}\n{"op": "give_up", "number": 3}\n{"op": "load"}\n')
             heard = given_up.get(timeout=30)  # and nobody has taken the order to read
-            orders = [led.link.inbox.get(timeout=30)["op"] for _ in range(2)]
-        led._left.set()
+            orders = [follower.link.inbox.get(timeout=30)["op"] for _ in range(2)]
+        follower._left.set()
 
     assert (heard, orders) == (3, ["read", "load"])
 
@@ -66,10 +68,10 @@ def test_who_ends_for_an_error_keeps_nobody_waiting_for_its_saves(
     done: list[str] = []
     saver = SimpleNamespace(delivery=SimpleNamespace(), finish=lambda: done.append("saves end"))
     rank: Any = SimpleNamespace(job=None, saver=saver)
-    led = Led(cast(Rank, rank), "127.0.0.1:1", {}, leave=nothing, abandon=nothing)
+    follower = Follower(cast(Rank, rank), "127.0.0.1:1", {}, leave=nothing, abandon=nothing)
     hangs_up = SimpleNamespace(close=lambda goodbye: done.append("hangs up"))
-    led.link = rank.link = cast(Any, hangs_up)
+    follower.link = rank.link = cast(Any, hangs_up)
 
-    led.close(goodbye=goodbye)
+    follower.close(goodbye=goodbye)
 
     assert done == order

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from runtime.checkpoint.handle import WriterHandle
-from runtime.giving_way import NICE
+from runtime.checkpoint.writer_handle import WriterHandle
+from runtime.priority import NICE
 
 
 def test_a_writer_stands_back_in_its_trainers_session_but_is_not_ended_with_its_group() -> None:

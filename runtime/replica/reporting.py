@@ -31,7 +31,7 @@ class Committed:
     computed: list[int] = field(default_factory=list)  # which replica each shard; -1 for none
 
 
-class Teller:
+class Reporter:
     """Speaks for the replica; most things are told by the lowest live one only."""
 
     def __init__(

@@ -13,7 +13,7 @@ import threading
 NICE = 10
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """From now on this thread stands back behind the main one; not to be taken back.
 
     On Linux each thread has a priority of its own (setpriority(2), "C library/kernel differences").

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import pytest
 
-from runtime.beside import beside
+from runtime.background import in_background
 from tests.runtime.replicas import PATIENCE_S
 
 
@@ -19,11 +19,11 @@ def test_it_is_done_on_another_thread_which_may_give_way() -> None:
     done: list[tuple[str, bool]] = []
     ended = threading.Event()
 
-    def work(give_way: bool) -> None:
-        done.append((threading.current_thread().name, give_way))
+    def work(low_priority: bool) -> None:
+        done.append((threading.current_thread().name, low_priority))
         ended.set()
 
-    beside("drydock-x", work)
+    in_background("drydock-x", work)
 
     assert ended.wait(PATIENCE_S)
     assert done == [("drydock-x", True)]
@@ -33,6 +33,6 @@ def test_without_a_thread_it_is_done_here_which_may_not(monkeypatch: pytest.Monk
     done: list[bool] = []
     monkeypatch.setattr(threading.Thread, "start", refuses)
 
-    beside("drydock-x", done.append)
+    in_background("drydock-x", done.append)
 
     assert done == [False]

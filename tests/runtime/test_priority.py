@@ -3,7 +3,7 @@
 import os
 import threading
 
-from runtime.giving_way import NICE, give_way
+from runtime.priority import NICE, lower_priority
 
 
 def priority_of_this_thread() -> int:
@@ -15,8 +15,8 @@ def test_only_the_thread_that_asks_gives_way_and_once() -> None:
     before = priority_of_this_thread()
 
     def work() -> None:
-        give_way()
-        give_way()
+        lower_priority()
+        lower_priority()
         found.append(priority_of_this_thread())
 
     thread = threading.Thread(target=work)

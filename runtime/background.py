@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 
-log = logging.getLogger("drydock.beside")
+log = logging.getLogger("drydock.background")
 
 
-def beside(name: str, work: Callable[[bool], object], *, awaited: bool = False) -> None:
+def in_background(name: str, work: Callable[[bool], object], *, awaited: bool = False) -> None:
     """Do this on a thread of its own, which may give way to the others: `work` is told so. Where no
     thread can be had it is done here: that takes the training some time, and is better than to
     leave what was begun, or to die of it. `awaited`: the process does not end before it is done."""

@@ -11,7 +11,7 @@ import pytest
 from runtime.client import Hello, Regrouped
 from runtime.job import Job
 from runtime.ledger import SampleLedger
-from runtime.replica.telling import Teller
+from runtime.replica.reporting import Reporter
 from tests.runtime.told import Told
 
 
@@ -50,18 +50,18 @@ def join(told: Told, folder: Path, standby: str = "") -> Job:
 
 
 @pytest.fixture
-def teller(told: Told, tmp_path: Path) -> Teller:
-    made = Teller(join(told, tmp_path), SampleLedger({}), 1)
+def reporter(told: Told, tmp_path: Path) -> Reporter:
+    made = Reporter(join(told, tmp_path), SampleLedger({}), 1)
     made.granted(grant(1, [0, 1, 2], begins=True), -1, 0)
     made.committed(0, 1, 1.0, 1.0, 24)
     return made
 
 
-def test_an_epoch_is_told_at_its_first_commit_and_once(told: Told, teller: Teller) -> None:
-    teller.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
+def test_an_epoch_is_told_at_its_first_commit_and_once(told: Told, reporter: Reporter) -> None:
+    reporter.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
     unsaid = [*regrouped(told)]
-    teller.committed(1, 2, 1.0, 1.0, 24)
-    teller.committed(2, 2, 1.0, 1.0, 24)
+    reporter.committed(1, 2, 1.0, 1.0, 24)
+    reporter.committed(2, 2, 1.0, 1.0, 24)
 
     assert unsaid == []
     assert [(one.epoch, one.lost, one.step) for one in regrouped(told)] == [(2, [2], 1)]
@@ -75,14 +75,14 @@ def stages(told: Told) -> list[str]:
 def test_who_stands_by_says_when_it_follows_and_when_it_has_a_place(
     told: Told, tmp_path: Path, standby: str
 ) -> None:
-    teller = Teller(join(told, tmp_path, standby), SampleLedger({}), 1)
-    teller.follows()
-    teller.follows()  # it began anew
+    reporter = Reporter(join(told, tmp_path, standby), SampleLedger({}), 1)
+    reporter.follows()
+    reporter.follows()  # it began anew
     before = stages(told)
-    teller.granted(grant(2, [0, 1, 2], lost=[loss(1)], joined=[1]), 4, 1)
+    reporter.granted(grant(2, [0, 1, 2], lost=[loss(1)], joined=[1]), 4, 1)
     granted = stages(told)
-    teller.committed(5, 2, 1.0, 1.0, 24)
-    teller.committed(6, 2, 1.0, 1.0, 24)
+    reporter.committed(5, 2, 1.0, 1.0, 24)
+    reporter.committed(6, 2, 1.0, 1.0, 24)
 
     assert before == granted == ["follows"]
     assert stages(told) == ["follows", "entered"]
@@ -90,24 +90,24 @@ def test_who_stands_by_says_when_it_follows_and_when_it_has_a_place(
 
 
 def test_a_newcomer_that_has_a_place_from_the_start_says_neither(
-    told: Told, teller: Teller
+    told: Told, reporter: Reporter
 ) -> None:
-    teller.follows()
-    teller.committed(1, 1, 1.0, 1.0, 24)
+    reporter.follows()
+    reporter.committed(1, 1, 1.0, 1.0, 24)
 
     assert stages(told) == []
 
 
-def test_the_beginning_of_a_job_is_no_regrouping(told: Told, teller: Teller) -> None:
+def test_the_beginning_of_a_job_is_no_regrouping(told: Told, reporter: Reporter) -> None:
     assert regrouped(told) == []
 
 
 def test_who_was_lost_before_an_epoch_that_broke_at_once_is_told_with_the_next(
-    told: Told, teller: Teller
+    told: Told, reporter: Reporter
 ) -> None:
-    teller.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
-    teller.granted(grant(3, [0], lost=[loss(1)]), 0, 0)
-    teller.committed(1, 3, 1.0, 1.0, 24)
+    reporter.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
+    reporter.granted(grant(3, [0], lost=[loss(1)]), 0, 0)
+    reporter.committed(1, 3, 1.0, 1.0, 24)
 
     (one,) = regrouped(told)
     assert (one.epoch, one.lost, one.replicas) == (3, [2, 1], [0])
@@ -115,11 +115,11 @@ def test_who_was_lost_before_an_epoch_that_broke_at_once_is_told_with_the_next(
 
 
 def test_who_came_in_an_epoch_that_broke_at_once_is_told_with_the_next(
-    told: Told, teller: Teller
+    told: Told, reporter: Reporter
 ) -> None:
-    teller.granted(grant(2, [0, 1, 2, 3, 4], joined=[3, 4]), 0, 0)
-    teller.granted(grant(3, [0, 1, 3], joined=[], lost=[loss(2), loss(4)]), 0, 0)
-    teller.committed(1, 3, 1.0, 1.0, 24)
+    reporter.granted(grant(2, [0, 1, 2, 3, 4], joined=[3, 4]), 0, 0)
+    reporter.granted(grant(3, [0, 1, 3], joined=[], lost=[loss(2), loss(4)]), 0, 0)
+    reporter.committed(1, 3, 1.0, 1.0, 24)
 
     (one,) = regrouped(told)
     assert (one.joined, one.lost) == ([3], [2, 4])  # the other one has gone again
@@ -127,30 +127,30 @@ def test_who_came_in_an_epoch_that_broke_at_once_is_told_with_the_next(
 
 
 def test_who_came_is_told_before_any_step_that_they_made(
-    told: Told, teller: Teller, monkeypatch: pytest.MonkeyPatch
+    told: Told, reporter: Reporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told.gather()
     steps_told_by_then = []
     monkeypatch.setattr(told, "tell", lambda _message: steps_told_by_then.extend(told.gather()))
-    teller.granted(grant(2, [0, 1, 2], joined=[2]), 0, 0)
-    teller.committed(1, 2, 1.0, 1.0, 24)
+    reporter.granted(grant(2, [0, 1, 2], joined=[2]), 0, 0)
+    reporter.committed(1, 2, 1.0, 1.0, 24)
 
     assert steps_told_by_then == []
     assert len(told.gather()) == 1
 
 
-def test_who_came_tells_if_nobody_is_left_of_those_before(told: Told, teller: Teller) -> None:
-    teller.granted(grant(2, [0, 1, 2], joined=[0]), 0, 0)
-    teller.granted(grant(3, [0], lost=[loss(1), loss(2)]), 0, 0)
-    teller.committed(1, 3, 1.0, 1.0, 24)
+def test_who_came_tells_if_nobody_is_left_of_those_before(told: Told, reporter: Reporter) -> None:
+    reporter.granted(grant(2, [0, 1, 2], joined=[0]), 0, 0)
+    reporter.granted(grant(3, [0], lost=[loss(1), loss(2)]), 0, 0)
+    reporter.committed(1, 3, 1.0, 1.0, 24)
 
     assert [(one.lost, one.joined) for one in regrouped(told)] == [([1, 2], [0])]
 
 
-def test_what_was_told_is_not_told_with_the_next(told: Told, teller: Teller) -> None:
-    teller.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
-    teller.committed(1, 2, 1.0, 1.0, 24)
-    teller.granted(grant(3, [0, 1, 2], joined=[2]), 1, 0)
-    teller.committed(2, 3, 1.0, 1.0, 24)
+def test_what_was_told_is_not_told_with_the_next(told: Told, reporter: Reporter) -> None:
+    reporter.granted(grant(2, [0, 1], lost=[loss(2)]), 0, 0)
+    reporter.committed(1, 2, 1.0, 1.0, 24)
+    reporter.granted(grant(3, [0, 1, 2], joined=[2]), 1, 0)
+    reporter.committed(2, 3, 1.0, 1.0, 24)
 
     assert [(one.lost, one.joined) for one in regrouped(told)] == [([2], []), ([], [2])]

@@ -12,7 +12,7 @@ import torch
 MOST = 2  # of one size that are kept for later
 
 
-class Spares:
+class BufferPool:
     """Float32 buffers by their size."""
 
     def __init__(self, device: torch.device) -> None:
