@@ -62,24 +62,31 @@ class Shard:
 
 
 class Batches:
-    """The data of every step: `shards` times `shard_size` samples of a seeded order.
+    """The samples of every step: `shards` times `shard_size` of them, in a seeded order.
 
-    `data` is a map dataset, or a DataLoader (torch's, or torchdata's StatefulDataLoader) whose
-    dataset, batch size, collate function and workers are taken over, while order and position are
-    kept here. Without it `samples` says how many there are, and a shard is its ids alone.
+    Epochs follow each other without a gap: a step at the end of one is filled up from the next. So
+    each sample is trained once in each epoch, and each step has its whole batch.
 
-    For data that only iterates `factory(shard, epoch)` gives the samples of each logical shard in
-    each pass over the data, the same ones on whichever replica it is called: see `runtime.streams`.
-    Each stream goes on with its next pass where it ends. An id is then
-    `position in the stream * shards + shard`.
+    Args:
+        data: a map-style dataset, or a DataLoader (torch's, or torchdata's StatefulDataLoader). Of
+            a loader its dataset, batch size, collate function and workers are used; order and
+            position are kept here. Without `data` a shard has `ids` alone.
+        factory: for data that can only be iterated: `factory(shard, epoch)` returns the samples of
+            a logical shard in a pass over the data. They must be the same on every replica that
+            calls it; see `runtime.streams`. A stream that ends goes on with its next pass. A
+            sample's id is then `position in the stream * shards + shard`.
+        samples: how many there are, if there is no `data`.
+        shards: into how many parts each step's batch is divided; the live replicas share them.
+        shard_size: samples of one shard; by default the loader's batch size, else 1.
+        seed: of the order.
+        drop_last: leave out at an epoch's end what fills no whole step.
+        tokens_per_sample: to show tokens per second on the job's page.
+        workers: processes that load samples ahead; by default the loader's.
+        collate: makes one batch of a list of samples.
+        start: how workers are started: "forkserver" or "spawn".
 
-    The epochs follow each other without a seam: a step at an epoch's end is filled up from the
-    next, so each sample is trained once in each epoch and each step has the whole batch. With
-    `drop_last` what fills no whole step is left out instead. `workers` processes load what comes
-    next, started by `start`: forkserver or spawn. `tokens_per_sample` is what the job's page counts
-    tokens by.
-
-    Raises ValueError or TypeError, with the remedy, for data that cannot be put in an order.
+    Raises:
+        ValueError, TypeError: for data that cannot be put in an order, with the remedy.
     """
 
     def __init__(

@@ -100,12 +100,19 @@ class Job:
 
 
 def join(environment: dict[str, str] | None = None) -> Job:
-    """Read DRYDOCK_*, and what torchrun or srun say, and start telling the control plane, if there
-    is one. A rank that torchrun started ends with it from now on. In the main thread it takes
-    SIGTERM, which then sets `Job.told` and ends nothing by itself. In a job of several replicas it
-    sets TORCH_NCCL_NONBLOCKING_TIMEOUT, unless that is set: call it before anything that uses NCCL.
+    """Find out which rank of which job this process is, and start reporting to the control plane.
 
-    Raises RuntimeError naming the variable that is missing, or that says what cannot be.
+    It reads DRYDOCK_*, and what torchrun or srun say. Call it before anything that uses NCCL.
+
+    - A rank that torchrun started ends with its torchrun from now on.
+    - In the main thread it takes SIGTERM, which then sets `Job.told` and ends nothing by itself.
+    - In a job of several replicas it sets TORCH_NCCL_NONBLOCKING_TIMEOUT, unless that is set.
+
+    Args:
+        environment: instead of `os.environ`.
+
+    Raises:
+        RuntimeError: naming the variable that is missing, or has no valid value.
     """
     env = dict(os.environ) if environment is None else environment
     told = Told()

@@ -24,7 +24,23 @@ FINISH_S = 30.0  # how long the end of a job waits for its last checkpoint
 
 
 class Checkpointer:
-    """Saves of one job, to each of its tiers at intervals and when asked."""
+    """Saves the state of a job to its tiers: at intervals, when the control plane asks, at the end.
+
+    Args:
+        job: what `runtime.join` returned.
+        every_s: seconds between two saves: one value for all tiers, or one for each by its name
+            ("peer", "local", "shared", "object"). "auto" computes the best interval from what saves
+            cost and how often a job of this size fails.
+        keep: how many checkpoints the shared folder and the object store keep; at least 1.
+        failures_per_node_day: failure rate for "auto"; None: what the control plane has seen.
+        pack: whether checkpoints for the shared folder and the object store are compressed: "auto"
+            where that is measured to pay, False never.
+        keep_for_s: the shared folder and the object store also keep what was saved within so many
+            seconds before the newest.
+
+    Raises:
+        ValueError: for an unknown tier, or a number that is out of range.
+    """
 
     def __init__(
         self,
@@ -36,13 +52,6 @@ class Checkpointer:
         pack: Packing = "auto",
         keep_for_s: float = 0.0,
     ) -> None:
-        """`every_s`: seconds between two saves, of all tiers or of each by its name ("peer",
-        "local", "shared", "object"); "auto" takes what is best by what saves cost and by
-        `failures_per_node_day`: None for what the control plane has seen, or was published.
-        `keep`: so many are kept in the shared folder and in the object store. `pack`: what goes to
-        these two is compressed where that is measured to pay ("auto"), or never (False).
-        `keep_for_s`: in these two whatever was saved within so many seconds before the newest is
-        kept too. Raises ValueError."""
         self.job = job
         self.tiers = tiers_of(job, every_s, keep, failures_per_node_day, pack, keep_for_s)
         self.folders = Folders(job)

@@ -57,32 +57,52 @@ class Loop(Protocol):
 
 
 class ReplicaGroup:
-    """One replica's membership. Iterate it for shards; call `backward` once for each.
+    """One replica of a data-parallel job: it trains on when others die, and takes back who returns.
 
-    `optimizer` and `schedule` are one or several with `step`, `state_dict` and `load_state_dict`;
-    `scaler` a torch.amp.GradScaler; `ema` a moving average of the weights, updated after each step;
-    `extra` what else is to be saved and handed to newcomers, by name. `mode` says what becomes of a
-    dead replica's shards: see `step.Mode`. `max_grad_norm` clips by the global norm, None not at
-    all. `steps` ends the job after so many, None never. `on_step` is called after each commit, on
-    every rank of every replica. `after_step` may change weights after each step, beside the
-    optimizers: it is called on every replica, also for steps that others made and it makes up for,
-    and so may hang on the state alone. After each `compare_every` steps all replicas' states are
-    compared, and when a newcomer made something else of a step than another; an engineer is told of
-    a difference (`diverged`, and which replica is the odd one); 0 for never. One that takes 30%
-    longer for a shard than its peers do, for `straggler_after_s` seconds in a row, is told of as a
-    `straggler`; 0 for nobody. A rank that computes one step for `stalled_after_s` seconds, and for
-    20 times as long as usual, is told of as `stalled`, with the place in its script; 0 for nobody.
+    Use it as a context manager, loop over it for the shards that this rank computes, and call
+    `backward` once for each. It does what else a step needs: summing over the replicas, clipping,
+    the optimizers' and schedules' steps, checkpoints.
 
-    A replica may have several ranks, among which `fully_shard` divided the model before; all of
-    them run the same script, and each computes its part of each shard.
+    A replica may have several ranks, among which `fully_shard` divided the model beforehand. They
+    all run the same script, and each computes its part of each shard.
 
-    Raises ValueError for an unknown mode or a number that cannot be, for a model of a shape whose
-    replicas cannot be dropped (tensor or pipeline parallel, ...), for an optimizer that trains what
-    is not the model's, and for shards that the ranks cannot divide; TypeError for a trained
-    parameter that is not float32 and for a state of which no copy can be made; RuntimeError where
-    DRYDOCK_COORDINATOR is no host:port or its host is not found, and where DRYDOCK_NETWORK names
-    none of this machine's addresses. Entering it, or the loop, raises RuntimeError where the job
-    does not let this replica in, or a rank of it does not come. Each says what to do instead.
+    Args:
+        job: what `runtime.join` returned.
+        model: its trained parameters are float32.
+        optimizer: one or several, with `step`, `state_dict` and `load_state_dict`. All that they
+            train belongs to the model.
+        batches: the samples of each step.
+        saver: where and how often checkpoints are saved.
+        mode: what becomes of a dead replica's shards: "cover", "drop" or "reproducible", see
+            `runtime.replica.step.Mode`. DRYDOCK_MODE overrides it.
+        schedule: one learning-rate schedule or several, stepped after the optimizers.
+        scaler: for mixed precision.
+        ema: a moving average of the weights, updated after each step.
+        extra: what else is saved and given to newcomers, by name; each has `state_dict` and
+            `load_state_dict`.
+        max_grad_norm: gradients are clipped to this global norm; None: not at all.
+        steps: the job ends after so many steps; None: never.
+        compare_every: the states of all replicas are compared after so many steps, and a difference
+            is reported as `diverged`; 0: never.
+        straggler_after_s: seconds. A replica that takes 30% longer for a shard than its peers for
+            so long is reported as `straggler`; 0: never.
+        stalled_after_s: seconds. A rank that computes one step for so long, and for 20 times as
+            long as usual, is reported as `stalled` with the place in its script; 0: never.
+        on_step: called after each commit, on every rank of every replica.
+        after_step: called after each step, beside the optimizers; it may change weights. It is
+            called for every step on every replica, also where a replica catches up on steps that
+            the others made, so its result may depend on the state alone.
+
+    Raises:
+        ValueError: for an unknown mode, a number that is out of range, a model whose replicas
+            cannot be dropped (tensor or pipeline parallel), an optimizer that trains what is not
+            the model's, or shards that the ranks cannot divide.
+        TypeError: for a trained parameter that is not float32, or a state that cannot be copied.
+        RuntimeError: if DRYDOCK_COORDINATOR is no host:port or its host is not found, or
+            DRYDOCK_NETWORK names none of this machine's addresses. On entry and in the loop: if the
+            job does not let this replica in, or one of its ranks does not come.
+
+        Each message says what to do instead.
     """
 
     def __init__(

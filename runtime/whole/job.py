@@ -90,12 +90,34 @@ SETTINGS: dict[TierName, str] = {"local": ENV_LOCAL_DIR, "object": ENV_OBJECT_ST
 
 
 class WholeJob:
-    """All ranks of a job that lives and dies as one. Iterate `steps`; each turn is one step.
+    """All ranks of a job of which no part can be dropped: they train, save and restart together.
 
-    `batches`: what each step trains on, in an order that it keeps; the loop asks for `shards`, and
-    the ledger proves which samples were trained. `extra`: what else is to be saved, by name (a
-    schedule, a scaler, a sampler), with `state_dict` and `load_state_dict`. What the generators of
-    torch, Python and NumPy will draw is kept too.
+    Use it as a context manager and loop over `steps`; each turn of the loop is one step. The script
+    computes the step itself, including the optimizer's. The state of the random generators of
+    torch, Python and NumPy is saved too.
+
+    Args:
+        job: what `runtime.join` returned.
+        model: a module, or what else keeps the weights, as
+            `runtime.adapters.deepspeed.EngineState`.
+        optimizer: one or several, with `state_dict` and `load_state_dict`.
+        saver: where and how often checkpoints are saved.
+        batches: the samples of each step. The loop takes them from `shards`, and the ledger proves
+            which were trained.
+        data_part: which part of each step's shards this rank computes: its index, from 0, and the
+            number of parts. For ranks that divide the batch it is
+            `(mesh["dp"].get_local_rank(), mesh["dp"].size())`, and `(0, 1)` if all take the same
+            samples. Needed with `batches` and several ranks.
+        extra: what else is saved, by name (a schedule, a scaler, a sampler); each has `state_dict`
+            and `load_state_dict`.
+        stalled_after_s: seconds. A step that takes so long, and 20 times as long as usual, is
+            reported as `stalled` by each rank, with the place in its script; 0: never.
+
+    Raises:
+        RuntimeError: unless the default process group is that of all ranks of the job.
+        ValueError: for a job of several replicas, a process that stands by for another, state that
+            DeepSpeed has divided without its `EngineState`, or a `data_part` that is missing or
+            does not exist.
     """
 
     def __init__(
@@ -110,17 +132,6 @@ class WholeJob:
         extra: Mapping[str, Stateful] | None = None,
         stalled_after_s: float = 120.0,
     ) -> None:
-        """`model`: or what else keeps the weights, as `runtime.adapters.deepspeed.EngineState`.
-        `data_part`: which part of each step's shards this rank computes, from 0, and of how many:
-        its place among those that divide the batch, `(mesh["dp"].get_local_rank(),
-        mesh["dp"].size())`, or `(0, 1)` where all ranks take the same samples; may be left away
-        with one rank. A step that takes `stalled_after_s` seconds, and 20 times as long as usual,
-        is told of as `stalled`, by each rank with the place in its script; 0 for never.
-
-        Raises RuntimeError unless the default process group is that of all ranks of the job, and
-        ValueError for a job of several replicas, for a process that is to stand by for another,
-        for what DeepSpeed has divided, unless its `EngineState` is given, and for a `data_part`
-        that there is not, or that is not said."""
         _demand_one_whole(job)
         self.samples = _samples_of(job, batches, data_part)
         optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
@@ -206,9 +217,12 @@ class WholeJob:
         self.samples.close()
 
     def steps(self, count: int) -> Iterator[int]:
-        """The steps that are left of so many. One is made once the loop asks for the next, so leave
-        it by `job.stop.set()` on any rank, and the end of the step: what a `break` leaves in the
-        middle of a step is not saved. Raises RuntimeError if that was done before."""
+        """The numbers of the steps that are left of `count`, from 0.
+
+        A step counts as made when the loop asks for the next one. To leave early, call
+        `job.stop.set()` on any rank and finish the step: one that `break` leaves halfway is not
+        saved, and a loop begun after it raises RuntimeError.
+        """
         if self._in_step:
             raise RuntimeError(self._left_in_a_step())
         self._because = ""  # several loops may follow each other
@@ -228,21 +242,24 @@ class WholeJob:
         self._because = "over" if self.committed + 1 >= count else self._wish
 
     def shards(self) -> Iterator[Shard]:
-        """This rank's part of the step under way, shard by shard; asked for again, the same. The
-        ledger has those that were taken from it. Raises RuntimeError between two steps, and without
-        `batches`."""
+        """This rank's part of the present step, shard by shard; the same if asked for again.
+
+        The ledger counts the shards that were taken from it. Raises RuntimeError between two steps,
+        and without `batches`.
+        """
         if not self._in_step:
             raise RuntimeError("no step is under way: ask for its shards in the loop over steps")
         return self.samples.of_step()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """For what takes long and changes nothing that is saved, as an evaluation: once the step
-        under way has made its update, or between two loops. If its process is told to end in there,
-        and killed before the next edge, that step is saved all the same: where all ranks are in
-        such a block at that step, or wait at its edge. What random numbers are drawn in there
-        changes nothing either: after it the generators of torch, Python and NumPy go on from where
-        they were."""
+        """A context for what takes long and changes nothing that is saved, such as an evaluation.
+
+        Enter it after the step's update, or between two loops. If the process is told to end in it,
+        and killed before the next edge, that step is saved nevertheless, provided that all ranks
+        are in such a block at that step or wait at its edge. Afterwards the random generators of
+        torch, Python and NumPy go on from where they were.
+        """
         with contextlib.ExitStack() as stack:
             if not self._left:  # else nobody knows what the state is
                 try:
@@ -257,8 +274,8 @@ class WholeJob:
             yield
 
     def tell(self, loss: float | torch.Tensor, samples: int = 0) -> None:
-        """What the job's page is to show of the step under way. Where there are `batches`, these
-        tell how many samples it had."""
+        """Report the present step's loss to the job's page, and with how many samples it was made;
+        where there are `batches` these say it."""
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         self._loss = float(value)
         self._said = (self._loss, samples)
