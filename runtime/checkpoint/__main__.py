@@ -344,7 +344,7 @@ def export(asked: argparse.Namespace) -> list[Answer]:
     from runtime.checkpoint.interchange import EXPORTS, demand, left_out, size_as, whole_state
 
     path = _newest(asked.path)
-    if path.resolve() in asked.out.resolve().parents:
+    if Path(os.path.realpath(path)) in Path(os.path.realpath(asked.out)).parents:
         raise Damaged(f"{asked.out} is in the checkpoint itself: give a place outside {path}")
     demand(asked.to, asked.out)
     with _told_if_removed(path), _bar(asked, path.name, size_of(path)) as bar:

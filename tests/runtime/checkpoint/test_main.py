@@ -173,6 +173,18 @@ def test_a_checkpoint_is_not_exported_into_itself(tmp_path: Path, capsys: Captur
     assert store.verify(path) == []
 
 
+@pytest.mark.parametrize("verb", ["export", "inspect", "verify", "diff"])
+def test_a_link_to_itself_is_no_checkpoint(tmp_path: Path, capsys: Capture, verb: str) -> None:
+    path = tmp_path / "step-00000001"
+    path.symlink_to(path)
+    more = {"export": [str(tmp_path / "out"), "--to", "torch"], "diff": [str(path)]}
+
+    assert main([verb, str(path), *more.get(verb, [])]) != 0
+
+    said = capsys.readouterr()
+    assert "step-00000001 does not exist; a checkpoint is a folder" in said.err + said.out
+
+
 def test_a_part_that_is_missing_is_said_in_one_line_with_the_command_that_helps(
     tmp_path: Path, capsys: Capture
 ) -> None:
