@@ -16,9 +16,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from runtime.checkpoint.asking import at_once
 from runtime.checkpoint.manifest import Run
 from runtime.checkpoint.meter import Meter
+from runtime.checkpoint.threads import run_in_threads
 from runtime.image import CHUNK_BYTES, Buffer, aligned, pages
 
 #: Bytes of one request. Disks and networks reach their speed with it.
@@ -75,7 +75,7 @@ def write(
             with meter.request(end - start):
                 _put(file, data[start:end], start)
 
-        at_once(one, blocks(whole), REQUESTS if several else 1, "drydock-write")
+        run_in_threads(one, blocks(whole), REQUESTS if several else 1, "drydock-write")
         if whole < len(data):
             ready(len(data))
             _without_direct(file)
@@ -123,7 +123,7 @@ def write_pieces(
 
     try:
         several = direct and _may_allocate(file, most)
-        at_once(one, filled(), REQUESTS if several else 1, "drydock-write")
+        run_in_threads(one, filled(), REQUESTS if several else 1, "drydock-write")
         if rest:
             _without_direct(file)
         for start, data in rest:
@@ -217,7 +217,7 @@ def read(
                     into[start:end] = block
             work(start, block)
 
-        at_once(one, blocks(size, longest), requests, "drydock-read")
+        run_in_threads(one, blocks(size, longest), requests, "drydock-read")
     finally:
         os.close(file)
 
@@ -244,7 +244,7 @@ def read_runs(
             _fill(file, room.memory[:needed], run.start - before, run.end)
             work(run, room.memory[before : before + run.end - run.start])
 
-        at_once(one, runs, REQUESTS, "drydock-read")
+        run_in_threads(one, runs, REQUESTS, "drydock-read")
     finally:
         os.close(file)
 

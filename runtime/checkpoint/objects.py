@@ -20,7 +20,6 @@ from typing import Any
 import xxhash
 
 from runtime.checkpoint import compression, store
-from runtime.checkpoint.asking import at_once
 from runtime.checkpoint.compression import Stored
 from runtime.checkpoint.manifest import (
     MANIFEST,
@@ -36,6 +35,7 @@ from runtime.checkpoint.manifest import (
 )
 from runtime.checkpoint.meter import Meter
 from runtime.checkpoint.packing import Packer
+from runtime.checkpoint.threads import run_in_threads
 from runtime.image import CHUNK_BYTES, Damaged, Staged, Table, hash_of, pages
 
 #: Objects that are written or read at once: one connection alone is far from what a store can do.
@@ -410,11 +410,11 @@ class ObjectStore:
                 if len(failed) > MAX_UNREADABLE:
                     raise
 
-        at_once(read, folders, min(SMALL_STREAMS, len(folders)), "drydock-manifests")
+        run_in_threads(read, folders, min(SMALL_STREAMS, len(folders)), "drydock-manifests")
         if failed:  # a store that is busy refuses a request now and then
             again = [*failed]
             failed.clear()
-            at_once(read, again, min(SMALL_STREAMS, len(again)), "drydock-manifests")
+            run_in_threads(read, again, min(SMALL_STREAMS, len(again)), "drydock-manifests")
         if failed and not any(isinstance(one, Manifest) for one in found.values()):
             raise next(iter(failed.values()))
         return found | {one: store.Unreadable(f"{one}: {why}") for one, why in failed.items()}
@@ -508,7 +508,9 @@ class ObjectStore:
         # Not `rm` of the folder, which takes the name of a job that has brackets for a pattern.
         with contextlib.suppress(FileNotFoundError):
             left = self._ls(folder)
-            at_once(self._remove_one, left, min(SMALL_STREAMS, len(left)), "drydock-removals")
+            run_in_threads(
+                self._remove_one, left, min(SMALL_STREAMS, len(left)), "drydock-removals"
+            )
         # Where a folder is a thing of its own; another rank may put something there just now.
         with contextlib.suppress(OSError), self._asking(folder):
             self._files.rmdir(folder)
@@ -702,4 +704,4 @@ def _do_all(tasks: Sequence[Callable[[threading.Event], None]]) -> None:
             stopped.set()
             raise
 
-    at_once(do, tasks, STREAMS, "drydock-objects")
+    run_in_threads(do, tasks, STREAMS, "drydock-objects")

@@ -281,7 +281,7 @@ class Checkpointer:
         cannot be noted."""
         folders = self.folders
         try:
-            folders.asking["shared"].ask(partial(suspect, folders.shared, state))
+            folders.watched["shared"].call(partial(suspect, folders.shared, state))
         except OSError as error:  # another replica, or a person, has to
             what = f"{folders.shared} cannot be told, and the next start may load it: {error}"
             self.job.trouble("suspect_not_noted", what)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import peer, store
-from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.compression import NotInstalled
 from runtime.checkpoint.facts import changed_since
 from runtime.checkpoint.manifest import MANIFEST, Manifest
@@ -30,6 +29,7 @@ from runtime.checkpoint.tiers import (
     next_epoch,
     note_epoch,
 )
+from runtime.checkpoint.watched_store import WatchedStore
 from runtime.framing import PeerFailed
 from runtime.image import Damaged, Staged
 from runtime.job import Job
@@ -54,7 +54,7 @@ class Sources:
         self._job = job
         self._tiers = tiers
         self._folders = folders
-        self._asking = {**folders.asking, "object": Asking(job.object_store)}
+        self._watched = {**folders.watched, "object": WatchedStore(job.object_store)}
         self.holder = ""  # the address of this node's own, which keeps what peers save
         #: the latest that was seen: of starts, of epochs, and of checkpoints, also if not ours
         self.latest_epoch = 0
@@ -115,7 +115,7 @@ class Sources:
     def _suspects(self, *, told: bool) -> set[State]:
         """`told`: that the shared folder cannot be read an engineer knows."""
         try:
-            return self._asking["shared"].ask(partial(suspects, self._folders.shared))
+            return self._watched["shared"].call(partial(suspects, self._folders.shared))
         except (OSError, ValueError) as error:
             if not told:
                 self._job.trouble("checkpoints_out_of_reach", str(error))
@@ -136,7 +136,7 @@ class Sources:
         """The number of this start of the job, which is above that one; see `tiers.next_epoch`.
         Where the shared folder cannot count it is the next one, and another start may have it."""
         try:
-            return self._asking["shared"].ask(partial(next_epoch, self._folders.shared, above))
+            return self._watched["shared"].call(partial(next_epoch, self._folders.shared, above))
         except OSError as error:  # whoever lists what is there, or saves, tells an engineer
             log.warning("start_not_counted epoch=%s error=%s", above + 1, error)
             return above + 1
@@ -150,7 +150,7 @@ class Sources:
 
         def note() -> None:
             try:
-                self._asking["shared"].ask(partial(note_epoch, self._folders.shared, epoch))
+                self._watched["shared"].call(partial(note_epoch, self._folders.shared, epoch))
             except FileNotFoundError:
                 pass  # to be asked for again with each save
             except OSError as error:
@@ -174,9 +174,9 @@ class Sources:
         """How many ranks have saved this checkpoint. `progress`: as in `read`. Raises Damaged if it
         is gone, OSError."""
         if tier == "object":
-            asking, unless = self._asking[tier], partial(progress, 0)
-            find = partial(self._objects.named, name, asking.heard)
-            return len(asking.ask(find, unless=unless).manifest.parts)
+            watched, unless = self._watched[tier], partial(progress, 0)
+            find = partial(self._objects.named, name, watched.alive)
+            return len(watched.call(find, unless=unless).manifest.parts)
         if self._tiers[tier].own:
             return self._job.ranks
         return len(self._named(name, tier, progress)[0][1].parts)
@@ -189,14 +189,14 @@ class Sources:
         raises ends the wait. Raises Damaged, OSError."""
         if tier == "peer":
             return self._read_held(name, rank, progress)
-        asking = self._asking[tier]
+        watched = self._watched[tier]
         if tier == "object":
-            return _read(asking, partial(self._objects.read, name, rank), progress)
+            return _read(watched, partial(self._objects.read, name, rank), progress)
         part = 0 if self._tiers[tier].own else rank
 
         def read(path: Path) -> Staged:
             try:
-                return _read(asking, partial(store.read, path, part), progress)
+                return _read(watched, partial(store.read, path, part), progress)
             except Damaged as error:
                 self._blame_disk(tier, path, error)
                 raise
@@ -224,7 +224,7 @@ class Sources:
         def read(holder: str, digest: str) -> Staged:
             call = partial(peer.read, holder, self._job.token, rank, name, digest)
             try:
-                return _read(Asking(f"the holder {holder}"), call, progress)
+                return _read(WatchedStore(f"the holder {holder}"), call, progress)
             except Damaged as error:
                 self._blame_memory(holder, error)
                 raise
@@ -245,7 +245,7 @@ class Sources:
         if tier != "local" or isinstance(error, (*store.NOT_JUDGED, NotInstalled)):
             return
         try:
-            there = self._asking[tier].ask((path / MANIFEST).exists)
+            there = self._watched[tier].call((path / MANIFEST).exists)
         except OSError:
             return
         if there:
@@ -276,7 +276,7 @@ class Sources:
         found = self._stored() if tier == "object" else self._written(tier)
         started: list[int] = []
         if tier == "shared":
-            started = self._asking[tier].ask(partial(epochs_taken, self._folders.shared))
+            started = self._watched[tier].call(partial(epochs_taken, self._folders.shared))
         self.latest_epoch = max([self.latest_epoch, *started, *map(store.epoch_of, found)])
         if tier == "shared":
             imports = [store.saved_at(one) for one in found if "imported" in one.facts]
@@ -295,8 +295,8 @@ class Sources:
 
     def _stored(self) -> list[Manifest]:
         """What is in the object store."""
-        asking = self._asking["object"]
-        found = asking.ask(partial(self._objects.found, asking.heard))
+        watched = self._watched["object"]
+        found = watched.call(partial(self._objects.found, watched.alive))
         whole = [one.manifest for one in found if isinstance(one, Found)]
         newest = max((one.step for one in whole), default=-1)
         flaws = [one for one in found if isinstance(one, Damaged)]
@@ -388,10 +388,10 @@ class Sources:
 
 
 def _read(
-    asking: Asking, call: Callable[[store.Progress], Staged], progress: store.Progress
+    watched: WatchedStore, call: Callable[[store.Progress], Staged], progress: store.Progress
 ) -> Staged:
     def heard(size: int) -> None:
-        asking.heard(size)
+        watched.alive(size)
         progress(size)
 
-    return asking.ask(partial(call, heard), unless=partial(progress, 0))
+    return watched.call(partial(call, heard), unless=partial(progress, 0))

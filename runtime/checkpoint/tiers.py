@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from runtime.checkpoint import store
-from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.draft import make_folder, sync
 from runtime.checkpoint.interval import FAILURES_PER_NODE_DAY, Pace, nodes_of
 from runtime.checkpoint.manifest import Manifest
 from runtime.checkpoint.objects import ObjectStore
+from runtime.checkpoint.watched_store import WatchedStore
 from runtime.image import Damaged
 
 if TYPE_CHECKING:  # a tenth of the memory of writers, of which each rank has some
@@ -133,13 +133,16 @@ def _is_amount(given: object) -> bool:
 
 
 class Folders:
-    """The folders of this rank's tiers. Each may hang: who reads there asks through `asking`."""
+    """The folders of this rank's tiers. Each may hang: who reads there asks through `watched`."""
 
     def __init__(self, job: Job) -> None:
         self.shared = Path(job.state_dir).absolute() / "checkpoints"
         self._local = None if job.local_dir is None else Path(job.local_dir).absolute() / job.name
         self._rank = job.rank
-        self.asking = {"shared": Asking(str(self.shared)), "local": Asking(str(self._local))}
+        self.watched = {
+            "shared": WatchedStore(str(self.shared)),
+            "local": WatchedStore(str(self._local)),
+        }
         #: the name of the job's run, as the shared folder told it, or as long as that cannot as it
         #: is believed to be; "" before it was asked
         self.run = ""
@@ -161,7 +164,7 @@ class Folders:
     def to_read(self, name: str, unless: Callable[[], object] = lambda: None) -> list[Path]:
         """Where there may be some that we can load: the state is the same in all replicas, so also
         those of another one that was on this node. Changes nothing anywhere. `unless`: see
-        `Asking.ask`.
+        `WatchedStore.call`.
 
         Raises ValueError if this disk has some and the shared folder knows of no run of the job:
         either it is not mounted, or somebody wants to begin anew; OSError.
@@ -170,12 +173,12 @@ class Folders:
             return [self.shared]
         if self._local is None:
             return []
-        asking = self.asking["local"]
-        runs = asking.ask(partial(_runs_in, self._local), unless=unless)
+        watched = self.watched["local"]
+        runs = watched.call(partial(_runs_in, self._local), unless=unless)
         if not runs:
             return []
         run = self.known_run(believed=runs[0].name, unless=unless)  # the last that was used here
-        if not run and asking.ask(partial(_any_saved_in, runs), unless=unless):
+        if not run and watched.call(partial(_any_saved_in, runs), unless=unless):
             raise ValueError(
                 f"{self._local} has checkpoints of this job and {self.shared} has none: if it "
                 f"is not mounted, mount it; to begin anew remove {self._local} on all nodes"
@@ -183,29 +186,29 @@ class Folders:
         if not run:
             return []
         ours = (self._local / run).glob(f"replica-*-rank-{self._rank}")
-        return asking.ask(partial(sorted, ours), unless=unless)
+        return watched.call(partial(sorted, ours), unless=unless)
 
     def listed(
         self, name: str, unless: Callable[[], object] = lambda: None
     ) -> list[tuple[Path, Manifest | Damaged]]:
-        """What there is in those; see `store.listed`. `unless`: see `Asking.ask`. Raises ValueError
-        and OSError as they do."""
-        folders, asking = self.to_read(name, unless), self.asking[name]
+        """What there is in those; see `store.listed`. `unless`: see `WatchedStore.call`. Raises
+        ValueError and OSError as they do."""
+        folders, watched = self.to_read(name, unless), self.watched[name]
 
         def look() -> list[tuple[Path, Manifest | Damaged]]:
             found = []
             for one in itertools.chain.from_iterable(map(store.listed, folders)):
-                asking.heard()
+                watched.alive()
                 found.append(one)
             return found
 
-        return asking.ask(look, unless=unless)
+        return watched.call(look, unless=unless)
 
     def known_run(self, believed: str, unless: Callable[[], object] = lambda: None) -> str:
         """See `known_run`, of the shared folder; as long as that cannot tell, what it told before,
-        or else what is `believed`. `unless`: see `Asking.ask`."""
+        or else what is `believed`. `unless`: see `WatchedStore.call`."""
         try:
-            run = self.asking["shared"].ask(partial(known_run, self.shared), unless=unless)
+            run = self.watched["shared"].call(partial(known_run, self.shared), unless=unless)
         except OSError:
             run = self.run or believed
         self.run = run or self.run

@@ -43,7 +43,6 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import disk, store
-from runtime.checkpoint.asking import Asking
 from runtime.checkpoint.draft import IDLE_S, Draft, now_at, sweep
 from runtime.checkpoint.holder import Label
 from runtime.checkpoint.large_pages import mapped
@@ -53,6 +52,7 @@ from runtime.checkpoint.packing import Packer, packed_again
 from runtime.checkpoint.peer import Keeping
 from runtime.checkpoint.staleness import Staleness
 from runtime.checkpoint.tiers import run_of
+from runtime.checkpoint.watched_store import WatchedStore
 from runtime.framing import Refused
 from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 
@@ -107,7 +107,7 @@ class Writer:
         self._name = ""  # of the save under way
         self._known_run = ""
         self._mounts: dict[str, Path] = {}  # folder -> see `mount_of`, as of our first save there
-        self._asking: Asking | None = None  # the shared folder for it
+        self._watched: WatchedStore | None = None  # the shared folder for it
         self._copied = 0  # bytes of its state that are there
         self._flaw = ""  # why there will be no more
         self._hearing = threading.Lock()  # both who writes and who hashes may wait for more of it
@@ -347,13 +347,13 @@ class Writer:
         if self._known_run:
             return self._known_run
         shared, believed = Path(asked["shared"]), str(asked["run"])
-        self._asking = self._asking or Asking(str(shared))
+        self._watched = self._watched or WatchedStore(str(shared))
 
         def look() -> None:  # it may come back after it was given up
             self._known_run = run_of(shared)
 
         try:
-            self._asking.ask(look, RUN_S if believed else None)
+            self._watched.call(look, RUN_S if believed else None)
         except OSError:
             if not believed:
                 raise

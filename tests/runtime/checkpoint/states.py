@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runtime.checkpoint import disk
-from runtime.checkpoint.asking import Asking
+from runtime.checkpoint.watched_store import WatchedStore
 from runtime.image import Staged
 from runtime.snapshot import Copying, When
 from runtime.torture.storage import memory_of
@@ -66,13 +66,13 @@ def flip_held_bits(pid: int) -> None:
 
 def impatient(patch: pytest.MonkeyPatch, store: Path | str) -> None:
     """That store, which hangs, is not waited for as long as else; those that are well are."""
-    ask = Asking.ask
+    ask = WatchedStore.call
 
-    def ask_it(self: Asking, call: Any, patience_s: float | None = None, **more: Any) -> Any:
+    def ask_it(self: WatchedStore, call: Any, patience_s: float | None = None, **more: Any) -> Any:
         soon_s = SOON_S if self._what == str(store) else patience_s
         return ask(self, call, soon_s, **more)
 
-    patch.setattr(Asking, "ask", ask_it)
+    patch.setattr(WatchedStore, "call", ask_it)
 
 
 @contextlib.contextmanager

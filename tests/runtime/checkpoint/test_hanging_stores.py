@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.checkpoint import asking, disk, store
+from runtime.checkpoint import disk, store, watched_store
 from runtime.client import CheckpointSaved
 from runtime.snapshot import Copying
 from tests.runtime.checkpoint.one_rank import PATIENCE_S, OneRank, read_from, unasked
@@ -91,7 +91,7 @@ def test_where_nothing_else_is_a_store_that_hangs_is_not_taken_for_an_empty_one(
     trainer: OneRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     back = threading.Event()
-    monkeypatch.setattr(asking, "ANSWER_S", SOON_S)
+    monkeypatch.setattr(watched_store, "ANSWER_S", SOON_S)
     monkeypatch.setattr(store, "candidates", lambda _folder: [] * back.wait())
 
     with pytest.raises(TimeoutError, match=r"checkpoints has not answered for 1\.5 s"):
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_read_as_long_as_its_store_gives_something_of_it(
 ) -> None:
     on_two_tiers.save_all(1)
     back, fill, pauses = threading.Event(), disk._fill, itertools.repeat(2.5)
-    monkeypatch.setattr(asking, "ANSWER_S", 4.0)
+    monkeypatch.setattr(watched_store, "ANSWER_S", 4.0)
 
     def hesitating(*given: Any) -> None:
         back.wait(next(pauses))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
@@ -22,8 +22,8 @@ LOOK_S = 0.2  # so often whoever waits looks whether it still has to
 _T = TypeVar("_T")
 
 
-class Asking:
-    """How one store is asked. One that did not answer is not asked again while it hangs."""
+class WatchedStore:
+    """Calls to one store. After one that was not answered no other is made while that hangs."""
 
     def __init__(self, what: str) -> None:
         """`what`: it, as it is told to a person."""
@@ -31,7 +31,7 @@ class Asking:
         self._heard = 0.0  # when it gave the last sign of life
         self._hung: Future[Any] | None = None
 
-    def ask(
+    def call(
         self,
         call: Callable[[], _T],
         patience_s: float | None = None,
@@ -61,44 +61,6 @@ class Asking:
                 unless()
         return answer.result()
 
-    def heard(self, _bytes: int = 0) -> None:
+    def alive(self, _bytes: int = 0) -> None:
         """A sign of life of the store while it is asked for much; on any thread."""
         self._heard = time.monotonic()
-
-
-def at_once(work: Callable[[_T], object], items: Iterable[_T], threads: int, name: str) -> None:
-    """`work` on each item, in their order, by so many threads of that name, until all is done.
-
-    After one that fails no other is begun; what it raised is raised once those under way are done.
-    """
-    left = iter(items)
-    taking = threading.Lock()
-    failed: list[BaseException] = []
-
-    def take() -> _T | None:
-        with taking:
-            return None if failed else next(left, None)
-
-    def run() -> None:
-        try:
-            while (item := take()) is not None:
-                work(item)
-        except BaseException as error:
-            failed.append(error)
-
-    # No pool of concurrent.futures: the end of the process waits for its threads.
-    started: list[threading.Thread] = []
-    try:
-        for _ in range(threads):
-            thread = threading.Thread(target=run, name=name, daemon=True)
-            thread.start()
-            started.append(thread)
-        for thread in started:
-            thread.join()
-    except BaseException as error:  # what they use is not to be closed before they are done
-        failed.append(error)
-        for thread in started:
-            thread.join()
-        raise
-    if failed:
-        raise failed.pop(0)

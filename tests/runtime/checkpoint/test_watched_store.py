@@ -11,34 +11,34 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import asking
-from runtime.checkpoint.asking import Asking, at_once
+from runtime.checkpoint import watched_store
+from runtime.checkpoint.watched_store import WatchedStore
 from tests.runtime.replicas import PATIENCE_S, ROOT, until
 
 LEFT_BEHIND = """
 import sys
 from pathlib import Path
-from runtime.checkpoint import asking
-asking.ANSWER_S = 0.1
+from runtime.checkpoint import threads, watched_store
+watched_store.ANSWER_S = 0.1
 def read(path):
-    asking.at_once(Path.read_text, [path], 1, "reads")
+    threads.run_in_threads(Path.read_text, [path], 1, "reads")
 try:
-    asking.Asking("the store").ask(lambda: read(Path(sys.argv[1])))
+    watched_store.WatchedStore("the store").call(lambda: read(Path(sys.argv[1])))
 except TimeoutError as error:
     print(error)
 """
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Asking:
-    monkeypatch.setattr(asking, "ANSWER_S", 1.0)
-    return Asking("the store")
+def store(monkeypatch: pytest.MonkeyPatch) -> WatchedStore:
+    monkeypatch.setattr(watched_store, "ANSWER_S", 1.0)
+    return WatchedStore("the store")
 
 
-def test_its_answer_is_passed_on_whatever_it_is(store: Asking) -> None:
-    assert store.ask(lambda: 7) == 7
+def test_its_answer_is_passed_on_whatever_it_is(store: WatchedStore) -> None:
+    assert store.call(lambda: 7) == 7
     with pytest.raises(PermissionError, match="not you"):
-        store.ask(raising(PermissionError("not you")))
+        store.call(raising(PermissionError("not you")))
 
 
 def raising(error: Exception) -> Callable[[], None]:
@@ -48,47 +48,47 @@ def raising(error: Exception) -> Callable[[], None]:
     return call
 
 
-def test_while_it_hangs_it_is_asked_once(store: Asking) -> None:
+def test_while_it_hangs_it_is_asked_once(store: WatchedStore) -> None:
     back, asked = threading.Event(), list[int]()
 
     with pytest.raises(TimeoutError, match=r"the store has not answered for 1 s"):
-        store.ask(back.wait)
+        store.call(back.wait)
     with pytest.raises(OSError, match="the store hangs"):
-        store.ask(lambda: asked.append(1))
+        store.call(lambda: asked.append(1))
     back.set()
     until(lambda: store._hung is not None and store._hung.done(), "it is back")
-    store.ask(lambda: asked.append(2))
+    store.call(lambda: asked.append(2))
 
     assert asked == [2]
 
 
 def test_as_long_as_it_gives_signs_of_life_it_is_waited_for(
-    store: Asking, monkeypatch: pytest.MonkeyPatch
+    store: WatchedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "ANSWER_S", 4.0)
+    monkeypatch.setattr(watched_store, "ANSWER_S", 4.0)
     pause = threading.Event()
 
     def slow() -> str:
         for _ in range(4):
             pause.wait(1.5)
-            store.heard()
+            store.alive()
         return "all of it"
 
-    assert store.ask(slow) == "all of it"
+    assert store.call(slow) == "all of it"
 
 
-def test_who_asks_it_later_makes_nobody_wait_longer(store: Asking) -> None:
+def test_who_asks_it_later_makes_nobody_wait_longer(store: WatchedStore) -> None:
     back, given_up = threading.Event(), threading.Event()
 
     def ask() -> None:
         with pytest.raises(TimeoutError):
-            store.ask(back.wait)
+            store.call(back.wait)
         given_up.set()
 
     first = threading.Thread(target=ask)
     first.start()
     with pytest.raises(TimeoutError, match="the store hangs"):  # as soon as the first gave up
-        until(lambda: store.ask(lambda: None, PATIENCE_S), "the first gives up")
+        until(lambda: store.call(lambda: None, PATIENCE_S), "the first gives up")
     first.join()
     back.set()
 
@@ -106,24 +106,3 @@ def test_it_keeps_no_process_from_its_end(tmp_path: Path) -> None:
     )
 
     assert (done.returncode, done.stdout) == (0, "the store has not answered for 0.1 s\n")
-
-
-def test_all_of_many_are_worked_on() -> None:
-    done: list[int] = []
-
-    at_once(done.append, range(100), 4, "works")
-
-    assert sorted(done) == [*range(100)]
-
-
-def test_after_one_that_fails_no_other_is_begun() -> None:
-    begun: list[int] = []
-
-    def work(number: int) -> None:
-        begun.append(number)
-        [None, None, None][number]
-
-    with pytest.raises(IndexError):
-        at_once(work, range(100), 1, "works")
-
-    assert begun == [0, 1, 2, 3]
