@@ -62,10 +62,14 @@ ORDERS: dict[str, Order] = {
     one.verb: one
     for one in (
         Order("drain", "Drain", "Nothing new lands on it; what runs there is moved away first."),
-        Order("quarantine", "Quarantine", "Taken out at once; what runs there is ended."),
-        Order("diagnose", "Diagnose", "Runs its diagnostics; it takes no work meanwhile."),
-        Order("reset", "Reset GPUs", "Resets its cards; what runs on them is ended."),
-        Order("reboot", "Reboot", "Restarts it through its chassis; what runs there is ended."),
+        Order("quarantine", "Quarantine", "Taken out at once; what runs there is killed."),
+        Order(
+            "diagnose",
+            "Diagnose",
+            "Runs the level-1 diagnostic beside whatever runs. The node keeps its work.",
+        ),
+        Order("reset", "Reset GPUs", "Resets its GPUs; what runs on them is killed."),
+        Order("reboot", "Reboot", "Reboots it through its BMC; what runs there is killed."),
         Order("return", "Return", "Validates it and gives it back to the fleet.", False),
         Order("retire", "Retire", "Strikes it off the fleet for good; its history stays."),
         Order(

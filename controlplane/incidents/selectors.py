@@ -321,14 +321,14 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
     """What the on-call engineer should do now, in one sentence."""
     for run in runs:
         if waiting_approval(run) is not None:
-            return Ask("sign", f"Sign or reject the plan of “{run.title}”.", run)
+            return Ask("sign", f"Approve or reject the plan of “{run.title}”.", run)
         if run.state == RunState.NEEDS_OPERATOR:
             reason = run.state_reason or "it stopped, and does not say why."
             return Ask("decide", f"“{run.title}” waits for a person: {reason}", run)
     for run in runs:
         if run.state == RunState.PAUSED:
             why = f" ({run.state_reason})" if run.state_reason else ""
-            text = f"“{run.title}” was paused by a person{why}. Let it go on, or cancel it."
+            text = f"“{run.title}” was paused by a person{why}. Resume or cancel it."
             return Ask("resume", text, run)
     if incident.state == IncidentState.CLOSED:
         return Ask("nothing", "Nothing. It is closed.")
@@ -341,7 +341,7 @@ def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
         why = "; ".join(
             f"“{run.title}” {_IN_VAIN[RunState(run.state)]} ({run.state_reason})" for run in missed
         )
-        return Ask("bring-back", f"Nobody brings back what was lost: {why}.", missed[0])
+        return Ask("bring-back", f"The lost replica has not been restored: {why}.", missed[0])
     return Ask("look", "No playbook is at work on this. Look at the evidence and act by hand.")
 
 

@@ -24,7 +24,7 @@
       verb: (link) => link.textContent,
       note: (link) => link.title,
     },
-    { at: "#incident-head a[href^='#']", words: () => "Read the plan that waits for a signature" },
+    { at: "#incident-head a[href^='#']", words: () => "Read the plan that waits for approval" },
     { at: "form[action$='/acknowledge'] button", words: () => "Acknowledge this incident" },
     { at: "[id^='run-reason']", words: () => "Try the step again, or cancel the playbook" },
     { at: "#resolve-reason", words: () => "Resolve this incident by hand" },

@@ -525,7 +525,7 @@ def test_a_viewer_sees_no_button(viewer: Client, incident: Incident) -> None:
 
     page = viewer.get(reverse("incident", args=[incident.id])).content.decode()
 
-    assert "What it wants from you" in page
+    assert "What you need to do" in page
     assert 'data-testid="acknowledge"' not in page
     assert 'data-testid="retry"' not in page
     assert "Add note" not in page

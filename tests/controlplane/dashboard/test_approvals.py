@@ -248,7 +248,7 @@ def test_what_was_lost_and_nobody_brings_back_is_brought_back_from_its_incident_
 
     answer = operator.post(reverse("incident-bring-back", args=[incident.pk]), form)
 
-    assert "Nobody brings back what was lost: “" in page
+    assert "The lost replica has not been restored: “" in page
     assert answer["Location"] == reverse("incident", args=[incident.pk])
     assert incident.runs.filter(state="pending", job=lost.replica.job).exists()
 

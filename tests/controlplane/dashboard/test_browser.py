@@ -357,7 +357,7 @@ def test_a_chosen_node_outlives_what_changes_meanwhile(page: Page, fleet: Fleet)
 def test_a_plan_is_read_and_signed(page: Page, fleet: Fleet) -> None:
     approval = ApprovalFactory(run=fleet.run, plan=PLAN, digest="d" * 64)
     page.goto("/")
-    page.get_by_text("The exact plan, and to sign it").click()
+    page.get_by_text("Show the exact plan and approve it").click()
     expect(page.get_by_test_id("plan")).to_contain_text("power cycle alpha-01")
 
     page.fill(f"#approval-{approval.id}", "the card is dead")
@@ -381,7 +381,7 @@ def test_enter_in_the_reason_for_a_plan_neither_signs_nor_rejects(page: Page, fl
     approval = ApprovalFactory(run=fleet.run, plan=PLAN)
     page.goto("/")
     page.evaluate(NOTE_PRESSED)
-    page.get_by_text("The exact plan, and to sign it").click()
+    page.get_by_text("Show the exact plan and approve it").click()
 
     page.fill(f"#approval-{approval.id}", "not on a Friday")
     page.keyboard.press("Enter")

@@ -97,7 +97,7 @@ def test_a_page_whose_rows_have_gone_leads_to_the_first(
 
     page = admin.get(address, {"cursor": cursor}).content.decode()
 
-    assert "Nothing is left on this page" in page
+    assert "This page of the list is empty now" in page
     assert not re.search(
         r"enrolled yet|written yet|run in alpha yet|role in your clusters yet", page
     )

@@ -362,7 +362,7 @@ def test_a_live_token_is_listed_however_many_dead_ones_are_newer(
 
     assert reverse("token-revoke", args=[live.pk]) in page
     assert re.findall(r"<td>(dead-\d)", page) == ["dead-2", "dead-1"]
-    assert "the newest 2 only" in page
+    assert "Only the newest 2 expired or" in page
 
 
 def test_without_a_token_the_page_says_what_one_is_for(root: Client) -> None:

@@ -166,7 +166,7 @@ def test_a_page_of_cases_that_were_closed_does_not_say_that_there_is_none(
 
     page = viewer.get(second).content.decode()
     assert "No such case" not in page
-    assert "Nothing is left on this page" in page
+    assert "This page of the list is empty now" in page
 
 
 def test_a_fleet_in_service_says_so(stranger: Client) -> None:
