@@ -27,7 +27,7 @@ FOREIGN = {"PROMETHEUS_MULTIPROC_DIR", OVERLAY}
 
 @pytest.fixture(scope="module")
 def guide() -> str:
-    return (DOCS / "operations.md").read_text()
+    return "".join((DOCS / f"{page}.md").read_text() for page in ("operations", "monitoring"))
 
 
 @pytest.fixture(scope="module")
