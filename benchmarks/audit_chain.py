@@ -63,9 +63,9 @@ def measure(rows: int) -> None:
     print(f"  only read in {reading:6.2f} s  ratio {verifying / reading:.2f}")
 
 
-def timed(deed: Callable[[], T]) -> tuple[float, T]:
+def timed(operation: Callable[[], T]) -> tuple[float, T]:
     began = time.perf_counter()
-    result = deed()
+    result = operation()
     return time.perf_counter() - began, result
 
 

@@ -30,7 +30,7 @@ Value = str | int | float | bool | Decimal | datetime | dict[str, Any] | None
 
 #: So many files may be under way in one process: each holds one of its threads until its reader
 #: has all of it, and pages need the others (web has four, see docker-compose.yml).
-AT_ONCE = 2
+MAX_EXPORTS = 2
 #: What makes a spreadsheet run a cell. An apostrophe before it takes that away; one before an
 #: apostrophe keeps those apart that were there already.
 DANGEROUS = ("=", "+", "-", "@", "\t", "\r", "\n", "'")
@@ -38,7 +38,7 @@ BROKEN_OFF = (
     "BROKEN OFF: rows are missing from here on. Download the list again, or a narrower one."
 )
 
-_under_way = threading.BoundedSemaphore(AT_ONCE)
+_under_way = threading.BoundedSemaphore(MAX_EXPORTS)
 _json = msgspec.json.Encoder(decimal_format="number")
 log = structlog.get_logger(__name__)
 

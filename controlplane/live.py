@@ -18,8 +18,8 @@ from django.shortcuts import render
 from django.utils import timezone
 from django.utils.cache import patch_vary_headers
 
-from controlplane.acting import whole
 from controlplane.fleet.models import Cluster, MaintenanceWindow
+from controlplane.form_actions import whole
 
 Context = Callable[[], dict[str, Any]]
 #: Rows that look different once one of these fields, moments, has passed.

@@ -1,5 +1,8 @@
-"""How a job that lives as one saves before it is killed: to which tiers, the same on all ranks; and
-aside, where no edge comes in time and its loop says that nothing changes what is saved."""
+"""How a job that restarts as a whole saves before it is killed.
+
+All ranks save to the same tiers, and at the end of a step. If none ends in time, they save beside
+the loop once it says that nothing changes what is saved.
+"""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
 from workers import guards, intake
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import (
-    Ask,
-    Back,
     Done,
     End,
     Fail,
+    GoTo,
+    NeedsOperator,
     Outcome,
     Skip,
     StepContext,
@@ -59,26 +59,26 @@ GUARD_RETRY_S = 5.0
 NOT_NOW = "not now: "
 #: How the outcome of a step begins that was to ask, and looks at what it has just been told first.
 ONCE_MORE = "looks once more: "
-#: A plan that waits for a signature is held against the world this often: a change voids it.
-SIGNATURE_RETRY_S = 10.0
+#: A plan that waits for approval is held against the world this often: a change voids it.
+APPROVAL_RETRY_S = 10.0
 
 ACTIVE_RUN = Q(run__state__in=sorted(RUN_ACTIVE))
 
 
 def drain(subject: str, *, owner: str, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Do all there is to do: triage signals, unfold runs, take due steps.
+    """Do all there is to do: triage signals, create the steps of requested runs, take due steps.
 
     `subject` also wakes the steps that wait for news of it, see `wake`. Once `stopping` says so no
     further step is begun: what is due is another worker's.
     """
     if subject:
         wake(subject)
-    while not stopping() and intake.triage_signals() + unfold_runs() + take_step(owner):
+    while not stopping() and intake.triage_signals() + create_steps() + take_step(owner):
         pass
 
 
 def wake(subject: str) -> None:
-    """Make the steps look again that may be waiting for news of a node, a job or a command.
+    """Make due the steps that may be waiting for news of a node, a job, an incident or a command.
 
     A step that is being worked on is marked too, so that news during its work is not missed.
     """
@@ -96,12 +96,12 @@ def wake(subject: str) -> None:
         PlaybookStep.objects.filter(attentive, pk=step_id).update(wake_at=timezone.now())
 
 
-def unfold_runs() -> int:
+def create_steps() -> int:
     """Give each requested run its steps, from the playbook as it is now. Returns how many runs."""
-    unfolded = 0
-    while _unfold_one():
-        unfolded += 1
-    return unfolded
+    runs = 0
+    while _create_steps_of():
+        runs += 1
+    return runs
 
 
 def take_step(owner: str) -> int:
@@ -117,11 +117,12 @@ def take_step(owner: str) -> int:
 
 @change()
 def claim(owner: str) -> PlaybookStep | None:
-    """Lock the step that has been due longest; None if none is.
+    """Lock and return the step that has been due longest; None if none is due.
 
-    A disruptive step passes the guards in this same transaction; one that they do not let go comes
-    back in another state than running, with the reason. One that is moot is not shown to them. Of a
-    playbook that has no such step they are asked before it begins one that acts.
+    A disruptive step must pass the guards in this same transaction. One that they refuse is
+    returned in another state than running, with the reason in its outcome. A step that is not
+    wanted any more is not shown to them. In a playbook without disruptive steps the guards are
+    asked before its first step that acts.
     """
     now = timezone.now()
     step = (
@@ -135,14 +136,14 @@ def claim(owner: str) -> PlaybookStep | None:
         return None
     definition = _definition(step)
     if definition is not None and definition.disruptive:
-        moot = not guards.have_let_go(step.run) and _looks_moot(step, definition)
+        obsolete = not guards.has_reservation(step.run) and _is_obsolete(step, definition)
         words = PLAYBOOKS[step.run.playbook].does(step.run.context)
-        if not moot and not _let_go(step, guards.judge(step.run, words), now):
+        if not obsolete and not _pass_guards(step, guards.judge(step.run, words), now):
             return step
     elif (
         definition is not None
-        and _begins_to_act(step, definition)
-        and not _let_go(step, guards.judge_gentle(step.run), now)
+        and _is_first_action(step, definition)
+        and not _pass_guards(step, guards.judge_nondisruptive(step.run), now)
     ):
         return step
     if step.state == StepState.READY:
@@ -186,19 +187,19 @@ def _definition(step: PlaybookStep) -> StepDefinition | None:
     return playbook.step(step.key) if playbook else None
 
 
-def _begins_to_act(step: PlaybookStep, definition: StepDefinition) -> bool:
+def _is_first_action(step: PlaybookStep, definition: StepDefinition) -> bool:
     """Whether it is the first look of a step that does something, in a playbook without disruptive
     ones. One that waits has begun."""
     acts = step.state == StepState.READY and definition.effect != Effect.NONE
     return acts and not PLAYBOOKS[step.run.playbook].disruptive
 
 
-def _looks_moot(step: PlaybookStep, definition: StepDefinition) -> bool:
+def _is_obsolete(step: PlaybookStep, definition: StepDefinition) -> bool:
     """Whether the step says that it is not wanted any more, or fails to say: then `_act` meets the
     error too and counts it, while here it would stop every other run."""
     try:
         with transaction.atomic():
-            return bool(definition.moot(StepContext(step)))
+            return bool(definition.obsolete_reason(StepContext(step)))
     except Exception:
         log.exception("step.error", run=step.run_id, step=step.key)
         return True
@@ -208,14 +209,15 @@ def _act(step: PlaybookStep) -> Outcome:
     """Let the playbook act, outside of any transaction; an error becomes an outcome too."""
     definition = _definition(step)
     if definition is None:
-        return Ask(text=f"this version of the playbook has no step {step.key!r}")
+        return NeedsOperator(text=f"this version of the playbook has no step {step.key!r}")
     if step.attempts > MAX_ATTEMPTS:
-        return Ask(text=f"gave up after {MAX_ATTEMPTS} attempts; last: {step.outcome}")
+        return NeedsOperator(text=f"gave up after {MAX_ATTEMPTS} attempts; last: {step.outcome}")
     with structlog.contextvars.bound_contextvars(run=step.run_id, step=step.key):
         try:
-            if definition.disruptive and not guards.have_let_go(step.run):
-                moot = definition.moot(StepContext(step))
-                return _Moot(text=moot) if moot else Wait(text="it is wanted again", wake_s=0)
+            if definition.disruptive and not guards.has_reservation(step.run):
+                if why := definition.obsolete_reason(StepContext(step)):
+                    return _Obsolete(text=why)
+                return Wait(text="the step is wanted again", wake_s=0)
             return definition.act(StepContext(step))
         except Conflict as conflict:
             return Wait(text=conflict.detail)
@@ -232,7 +234,7 @@ class _Failed(Outcome):
     """The step raised; it is tried again later."""
 
 
-class _Moot(End):
+class _Obsolete(End):
     """The step was not taken: it is skipped with those that were to come."""
 
 
@@ -267,13 +269,15 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     if merged and (outcome.apply is not None or _ends(outcome, run, step)):
         if step.effect == Effect.NON_REPEATABLE and not isinstance(outcome, Wait):
             step.attempts += 1  # what it has done it must not do again, if it cannot tell
-        outcome = Wait(text="its incident was merged into another: it looks again", wake_s=0)
+        outcome = Wait(
+            text="the run's incident was merged into another: the step looks again", wake_s=0
+        )
     now = timezone.now()
     news_meanwhile = step.wake_at is not None
-    puts_off = news_meanwhile and _may_put_off(outcome, step, now)
+    puts_off = news_meanwhile and _recheck_before_asking(outcome, step, now)
     if puts_off:
         outcome = replace(outcome, text=f"{ONCE_MORE}{outcome.text}")
-    looks_again = (puts_off and isinstance(outcome, Ask)) or (
+    looks_again = (puts_off and isinstance(outcome, NeedsOperator)) or (
         news_meanwhile and _ends(outcome, run, step)
     )
     if looks_again:
@@ -288,7 +292,7 @@ def _apply_guarded(claimed: PlaybookStep, outcome: Outcome) -> None:
     step.evidence = {**step.evidence, **outcome.evidence}
     if isinstance(outcome, Done | Skip | End):
         _finish_step(run, step, outcome, now)
-    elif isinstance(outcome, Back):
+    elif isinstance(outcome, GoTo):
         _go_back(run, step, outcome, now)
     elif isinstance(outcome, Wait):
         if looks_again:  # however long it took to come to this
@@ -321,14 +325,14 @@ def _ends(outcome: Outcome, run: PlaybookRun, step: PlaybookStep) -> bool:
     return isinstance(outcome, Done | Skip) and not _following(run, step).exists()
 
 
-def _may_put_off(outcome: Outcome, step: PlaybookStep, now: datetime) -> bool:
+def _recheck_before_asking(outcome: Outcome, step: PlaybookStep, now: datetime) -> bool:
     """Whether the step was to ask for a person and may look at what it was told meanwhile first.
 
     Once: news that keep coming must keep nobody from being asked.
     """
     if step.outcome.startswith(ONCE_MORE):
         return False
-    if isinstance(outcome, Ask):
+    if isinstance(outcome, NeedsOperator):
         # It may ask because it cannot tell what it did: to look is to do it again.
         return step.effect != Effect.NON_REPEATABLE
     return isinstance(outcome, Wait) and _waited_s(step, now) > step.timeout_s
@@ -339,10 +343,10 @@ def _waited_s(step: PlaybookStep, now: datetime) -> float:
 
 
 def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: datetime) -> None:
-    step.state = StepState.SKIPPED if isinstance(outcome, Skip | _Moot) else StepState.DONE
+    step.state = StepState.SKIPPED if isinstance(outcome, Skip | _Obsolete) else StepState.DONE
     if isinstance(outcome, Fail):
         step.state = StepState.FAILED
-    step.finished_at = None if isinstance(outcome, _Moot) else now
+    step.finished_at = None if isinstance(outcome, _Obsolete) else now
     step.wake_at = None
     _tell(run, step, outcome.text)
     if run.incident_id is not None:
@@ -369,7 +373,7 @@ def _finish_step(run: PlaybookRun, step: PlaybookStep, outcome: Outcome, now: da
     PlaybookStep.objects.filter(pk=upcoming.pk).update(state=StepState.READY, wake_at=now)
 
 
-def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: Back, now: datetime) -> None:
+def _go_back(run: PlaybookRun, step: PlaybookStep, outcome: GoTo, now: datetime) -> None:
     rounds = int(run.context.get("round", 0)) + 1
     run.context = {**run.context, "round": rounds}
     went_for = list(run.context.get("went_for", []))
@@ -408,45 +412,45 @@ def _ask(run: PlaybookRun, step: PlaybookStep, text: str) -> None:
     _tell(run, step, f"needs a person: {text}")
 
 
-def _let_go(step: PlaybookStep, verdict: guards.Verdict, now: datetime) -> bool:
+def _pass_guards(step: PlaybookStep, decision: guards.Decision, now: datetime) -> bool:
     """Whether the guards said go; where they did not, what they said is written down."""
     run = step.run
-    if verdict.word != "sign" and step.outcome and run.state_reason == step.outcome:
-        run.state_reason = ""  # a signature was waited for, and is not any more
+    if decision.word != "approve" and step.outcome and run.state_reason == step.outcome:
+        run.state_reason = ""  # an approval was waited for, and is not any more
         run.save(update_fields=["state_reason"])
-    if verdict.word == "go":
+    if decision.word == "go":
         if step.outcome.startswith(NOT_NOW):
             # However long they held it up: that time was not the step's.
             step.started_at = None
             step.outcome = ""
-        if verdict.context:
-            run.context = {**run.context, **verdict.context}
+        if decision.context:
+            run.context = {**run.context, **decision.context}
             run.save(update_fields=["context"])
         return True
     step.started_at = step.started_at or now
-    step.outcome = verdict.text
-    if verdict.plan is not None:
-        step.evidence = {"plan": verdict.plan.as_dict()}
-    if verdict.word == "show":
-        _only_shown(run, step, now)
-    elif verdict.word == "sign":
+    step.outcome = decision.text
+    if decision.plan is not None:
+        step.evidence = {"plan": decision.plan.as_dict()}
+    if decision.word == "show":
+        _finish_dry_run(run, step, now)
+    elif decision.word == "approve":
         # However long the person takes: their time is not the step's.
         step.started_at = None
         step.state = StepState.WAITING
-        step.wake_at = now + timedelta(seconds=SIGNATURE_RETRY_S)
+        step.wake_at = now + timedelta(seconds=APPROVAL_RETRY_S)
         run.state = RunState.WAITING
-        run.state_reason = verdict.text
+        run.state_reason = decision.text
         run.deadline = max(run.deadline, now + timedelta(days=7))
         run.save(update_fields=["state", "state_reason", "deadline"])
-    elif verdict.word == "ask" or (
-        not verdict.passes and (now - step.started_at).total_seconds() > step.timeout_s
+    elif decision.word == "ask" or (
+        not decision.passes and (now - step.started_at).total_seconds() > step.timeout_s
     ):
-        _ask(run, step, f"not done: {verdict.text}")
+        _ask(run, step, f"not done: {decision.text}")
         run.save(update_fields=["state", "state_reason"])
     else:
-        if verdict.passes:  # as long as the run may take
+        if decision.passes:  # as long as the run may take
             step.started_at = None
-        step.outcome = f"{NOT_NOW}{verdict.text}"
+        step.outcome = f"{NOT_NOW}{decision.text}"
         step.state = StepState.WAITING
         step.wake_at = now + timedelta(seconds=GUARD_RETRY_S)
     step.save()
@@ -454,7 +458,7 @@ def _let_go(step: PlaybookStep, verdict: guards.Verdict, now: datetime) -> bool:
     return False
 
 
-def _only_shown(run: PlaybookRun, step: PlaybookStep, now: datetime) -> None:
+def _finish_dry_run(run: PlaybookRun, step: PlaybookStep, now: datetime) -> None:
     """A dry run ends at its first disruptive step. That ends no incident: nothing was done."""
     step.state = StepState.SKIPPED
     step.finished_at = now
@@ -473,11 +477,11 @@ def _only_shown(run: PlaybookRun, step: PlaybookStep, now: datetime) -> None:
 def _tell(run: PlaybookRun, step: PlaybookStep, text: str) -> None:
     if run.incident is not None:
         key = f"{step.pk}/{timezone.now().timestamp()}"
-        incidents.tell(run.incident, key, EntryKind.STEP, f"{step.title}: {text}")
+        incidents.add_timeline_entry(run.incident, key, EntryKind.STEP, f"{step.title}: {text}")
 
 
 @change()
-def _unfold_one() -> bool:
+def _create_steps_of() -> bool:
     run = (
         PlaybookRun.objects.select_for_update(skip_locked=True, of=("self",))
         .select_related("incident")

@@ -24,11 +24,14 @@ from controlplane.incidents.plans import ONLY_SHOWN, Plan, code_of, job_of, plan
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """`go`: act. `wait`: ask again soon. `ask`: only a person can. `sign`: a person must sign the
-    plan first. `show`: show the plan and do nothing."""
+class Decision:
+    """What the guards say of a run that wants to act.
 
-    word: Literal["go", "wait", "ask", "sign", "show"]
+    `go`: act. `wait`: ask again soon. `ask`: only a person can act. `approve`: a person must
+    approve the plan first. `show`: show the plan and do nothing.
+    """
+
+    word: Literal["go", "wait", "ask", "approve", "show"]
     text: str = ""
     plan: Plan | None = None
     #: What the run must remember, where the word is `go`.
@@ -38,10 +41,10 @@ class Verdict:
     passes: bool = False
 
 
-GO = Verdict("go")
+GO = Decision("go")
 
 
-def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
+def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Decision:
     """Whether the run may disrupt its node now, its share of the budgets reserved if it may.
 
     `does` gives the exact words of the run's disruptive steps. Must be called inside the
@@ -56,37 +59,37 @@ def judge(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict:
         return _reserve(run, node, "", None) or GO
     mode = limits.mode_of(run.cluster_id, run.playbook)
     if mode == Mode.OFF:
-        return Verdict("ask", f"the playbook is switched off in {node.cluster.name}")
+        return Decision("ask", f"the playbook is switched off in {node.cluster.name}")
     if mode == Mode.DRY_RUN:
         plan = plan_of_run(run, does)
-        return Verdict("show", ONLY_SHOWN, plan)
+        return Decision("show", ONLY_SHOWN, plan)
     context: dict[str, object] = {}
     if mode == Mode.APPROVE:
-        signature = _signature(run, does)
-        if isinstance(signature, Verdict):
-            return signature
-        context = signature
+        approved = _approval_of(run, does)
+        if isinstance(approved, Decision):
+            return approved
+        context = approved
     code = code_of(run)
     job_id = job_of(run, node)
-    objections = limits.speaks_against(node, code=code, job_id=job_id, run=run)
+    objections = limits.blockers_of(node, code=code, job_id=job_id, run=run)
     words = "; ".join(objection.text for objection in objections)
     kinds = {objection.kind for objection in objections}
     if "breaker" in kinds:
         # Closing the breaker does not replay what it stopped: by then it is stale.
-        return Verdict("ask", words)
+        return Decision("ask", words)
     if objections:
-        return Verdict("wait", words, passes=kinds == {"passes"})
-    return _reserve(run, node, code, job_id) or Verdict("go", context=context)
+        return Decision("wait", words, passes=kinds == {"passes"})
+    return _reserve(run, node, code, job_id) or Decision("go", context=context)
 
 
-def judge_gentle(run: PlaybookRun) -> Verdict:
+def judge_nondisruptive(run: PlaybookRun) -> Decision:
     """Whether a run of a playbook that disrupts nothing may do what it is there for.
 
     It takes no node out, so all that may speak against it is that somebody switched it off.
     """
     if run.requested_by or limits.mode_of(run.cluster_id, run.playbook) != Mode.OFF:
         return GO
-    return Verdict("ask", f"the playbook is switched off in {run.cluster.name}")
+    return Decision("ask", f"the playbook is switched off in {run.cluster.name}")
 
 
 def attempts_at(node: Node, rung: Rung, gpu_uuid: str = "") -> int:
@@ -100,7 +103,7 @@ def attempts_at(node: Node, rung: Rung, gpu_uuid: str = "") -> int:
     return max(counts.values_list("attempts", flat=True), default=of_node)
 
 
-def have_let_go(run: PlaybookRun) -> bool:
+def has_reservation(run: PlaybookRun) -> bool:
     """Whether the run has its node in hand: the guards let it go, and it has not ended since."""
     return Reservation.objects.filter(run=run, node=run.node_id, released_at=None).exists()
 
@@ -110,11 +113,11 @@ def release(run: PlaybookRun) -> None:
     Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())
 
 
-def _signature(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict | dict[str, object]:
-    """What to remember if a person signed what is about to be done; else who must do what.
+def _approval_of(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Decision | dict[str, object]:
+    """What to remember if a person has approved the plan; else the decision to wait for that.
 
-    A signature is for the world as it was read. Once the run has begun on it, what the run itself
-    changed no longer voids it; going back to an earlier step does.
+    An approval holds for the world as it was read. Once the run has begun to act on it, what the
+    run itself changed no longer voids it; going back to an earlier step does.
     """
     turn = int(run.context.get("round", 0))
     signed = run.context.get("signed")
@@ -124,14 +127,14 @@ def _signature(run: PlaybookRun, does: dict[str, Iterable[str]]) -> Verdict | di
     approval = incidents.request_approval(run, plan)
     if approval.state == ApprovalState.APPROVED:
         return {"signed": turn}
-    return Verdict("sign", "waits until a person approves the plan", plan)
+    return Decision("approve", "waits until a person approves the plan", plan)
 
 
-def _reserve(run: PlaybookRun, node: Node, code: str, job_id: str | None) -> Verdict | None:
-    """Reserve the node for the run; a verdict only if another run has it."""
+def _reserve(run: PlaybookRun, node: Node, code: str, job_id: str | None) -> Decision | None:
+    """Reserve the node for the run; a decision only if another run has it."""
     held = Reservation.objects.filter(node=node, released_at=None)
     if held.exclude(run=run).exists():
-        return Verdict("wait", f"another run has {node.name} in hand")
+        return Decision("wait", f"another run has {node.name} in hand")
     if not held.exists():
         Reservation.objects.create(
             cluster_id=run.cluster_id,

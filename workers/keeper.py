@@ -22,7 +22,7 @@ from django.contrib.sessions.models import Session
 from django.db import InterfaceError, InternalError, OperationalError, connection
 from django.utils import timezone
 
-from controlplane import doorbell
+from controlplane import doorbell, redis_keys
 from controlplane.accounts import actions as accounts
 from controlplane.accounts.models import SYSTEM
 from controlplane.fleet import actions as fleet
@@ -38,9 +38,9 @@ from controlplane.jobs import actions as jobs
 from controlplane.rest.idempotency import forget_old_answers
 from workers import engine, metrics
 from workers.intake import silence
+from workers.keeper_http import Pulse
 from workers.playbooks import PLAYBOOKS, node_steps, site_silent
-from workers.pulse import Pulse
-from workers.sensors import Sensors
+from workers.sensor_signals import Sensors
 
 log = structlog.get_logger(__name__)
 
@@ -48,9 +48,6 @@ ADVISORY_LOCK = 0x6472_7964  # "dryd"
 PASS_S = 1.0
 #: The head of the audit chain is told to the log at most this often.
 PIN_S = 60
-BEATS_KEY = "drydock:beats"
-INGEST_ALIVE_KEY = "drydock:ingest:alive"
-KEEPER_ALIVE_KEY = "drydock:keeper:alive"
 
 
 class _Beat(msgspec.Struct):
@@ -145,7 +142,7 @@ def keep(client: redis.Redis, memory: Memory) -> None:
         incidents.admit_enrolled,
         incidents.readmit_replaced,
         incidents.keep_warm_spares,
-        incidents.finish_endings,
+        incidents.finish_ending_jobs,
         incidents.bring_back_sent_away,
         incidents.resolve_losses,
         partial(jobs.expire_reservations, now),
@@ -219,9 +216,9 @@ def _flush_beats(client: redis.Redis, memory: Memory) -> None:
     anybody is missed.
     """
     try:
-        beats = client.hgetall(BEATS_KEY)
-        said = cast(bytes | None, client.get(INGEST_ALIVE_KEY))
-        client.set(KEEPER_ALIVE_KEY, timezone.now().isoformat(), ex=10)
+        beats = client.hgetall(redis_keys.BEATS)
+        said = cast(bytes | None, client.get(redis_keys.INGEST_ALIVE))
+        client.set(redis_keys.KEEPER_ALIVE, timezone.now().isoformat(), ex=10)
     except redis.RedisError as error:
         log.warning("keeper.redis_away", error=str(error))
         memory.grace_until = _grace()
@@ -290,7 +287,7 @@ def _declare_lost(now: datetime) -> None:
 @change()
 def _tell_of_the_let_go(now: datetime) -> None:
     """Tell again of nodes whose silence led to nothing, since somebody had them in hand."""
-    for node, word in silence.let_go_while_silent():
+    for node, word in silence.unreported_silent_nodes():
         log.warning("node.let_go_silent", node=node.name)
         # Told after the word, by whichever clock, so that it is not told of again.
         _tell_lost(f"lease:{node.pk}:let-go:{word.pk}", node, max(now, word.at))

@@ -19,7 +19,7 @@ from controlplane.jobs.durability import last_checkpoints
 from controlplane.jobs.models import LEFT, Checkpoint, Interruption, Job, Placement, ProgressSample
 from controlplane.jobs.selectors import was_sent_away
 from workers import recovery, triage
-from workers.verdicts import HARDWARE_SPEAKS, verdict_of
+from workers.signal_triage import HARDWARE_SPEAKS, verdict_of
 
 #: Hardware evidence this long before the loss still explains it.
 LOOK_BACK = timedelta(seconds=60)

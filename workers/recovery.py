@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from workers.spares import Choice
+from workers.placement import Choice
 
 Strategy = Literal["in_place", "on_spare", "wait"]
 
@@ -88,14 +88,14 @@ def shown(saved: Sequence[Saved]) -> str:
 
 def _in_place(situation: Situation) -> Option:
     if not situation.node_fit:
-        return Option("in_place", False, None, "its node is unfit")
+        return Option("in_place", False, None, "the node is unfit")
     again, from_what = _made_again(situation, situation.saved)
     cost = situation.start_s * situation.gpus_per_replica + again
     if situation.reset_pending:
-        reason = "its node can go on, but its cards want a reset, which will interrupt it again"
+        reason = "the node can go on, but its cards want a reset, which will interrupt it again"
         later = (situation.start_s + situation.move_s) * situation.gpus_per_replica
         return Option("in_place", True, cost + later, f"{reason}{from_what}")
-    reason = "its node is healthy: restart the process there"
+    reason = "the node is healthy: restart the process there"
     return Option("in_place", True, cost, f"{reason}{from_what}")
 
 

@@ -14,7 +14,7 @@ from django.db.models import QuerySet
 from controlplane.health.catalogue import Kind
 from controlplane.health.models import Failure, Signal
 from workers import triage
-from workers.verdicts import HARDWARE_SPEAKS, deciding_signals, verdict_of
+from workers.signal_triage import HARDWARE_SPEAKS, deciding_signals, verdict_of
 
 NOTHING = "nothing"
 
@@ -76,11 +76,11 @@ def _replayed(
     return Replayed(
         signal=deciding,
         failure=failure,
-        was=NOTHING if failure is None else _words(failure.needed, failure.urgency),
-        now=_words(gravest[0].action, gravest[0].urgency) if gravest else NOTHING,
+        was=NOTHING if failure is None else _action_text(failure.needed, failure.urgency),
+        now=_action_text(gravest[0].action, gravest[0].urgency) if gravest else NOTHING,
         verdict=verdict,
     )
 
 
-def _words(action: str, urgency: str) -> str:
+def _action_text(action: str, urgency: str) -> str:
     return f"{action}, {urgency}"

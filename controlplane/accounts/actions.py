@@ -12,7 +12,7 @@ from django.core.exceptions import ValidationError
 from django.db import connection, transaction
 from django.utils import timezone
 
-from controlplane import crypto, touched
+from controlplane import change_tracking, crypto
 from controlplane.accounts import chain
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor, ApiToken, AuditEvent, Grant, User
@@ -47,7 +47,7 @@ def audit(
         after=dict(after or {}),
         reason=reason,
     )
-    touched.note(cluster_id, object_type, object_id)
+    change_tracking.note(cluster_id, object_type, object_id)
 
 
 # --- People ---------------------------------------------------------------------------------------

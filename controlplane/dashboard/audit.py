@@ -13,7 +13,7 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import AuditEvent
 from controlplane.accounts.views import signed_in
-from controlplane.dashboard.selectors import people, trail
+from controlplane.dashboard.selectors import audit_trail, people
 from controlplane.export import Column, as_file, is_wanted, refusal
 from controlplane.fleet.selectors import audit_for, clusters_for, may_everywhere
 from controlplane.live import live_page
@@ -46,29 +46,29 @@ COLUMNS: tuple[Column[Written], ...] = (
 @needs(Access.SIGNED_IN)
 def audit(request: HttpRequest) -> HttpResponseBase:
     """What was written in one's clusters, newest first, narrowed by the form's fields."""
-    asked = trail.Asked.of(request.GET)
+    asked = audit_trail.Asked.of(request.GET)
     visible = audit_for(request.user)
     if is_wanted(request):
         for field, told in asked.unreadable.items():
             return refusal(field, told, ["a time such as 2026-11-21 03:00"])
-        found = trail.narrowed(visible, asked).select_related("cluster")
+        found = audit_trail.narrowed(visible, asked).select_related("cluster")
         whole = pages_of(found, request.GET, sorts=SORTS)
         known = {"sort": sort_words(SORTS)}
         return as_file(request, "audit", COLUMNS, map(_with_names, whole), known)
     clusters = list(clusters_for(request.user))
 
     def context() -> dict[str, Any]:
-        page = page_of(trail.narrowed(visible, asked), request.GET, sorts=SORTS)
+        page = page_of(audit_trail.narrowed(visible, asked), request.GET, sorts=SORTS)
         whole_trail = may_everywhere(request.user, Role.ADMIN)
         return {
             "asked": asked,
             "page": page,
-            "rows": trail.rows_of(page.rows),
+            "rows": audit_trail.rows_of(page.rows),
             "clusters": clusters,
             "whole_trail": whole_trail,
             "head": chain.head() if whole_trail else None,
             "unchained": chain.unchained() if whole_trail else 0,
-            "verification": trail.last_verification() if whole_trail else None,
+            "verification": audit_trail.last_verification() if whole_trail else None,
         }
 
     return live_page(request, "audit/list", clusters, context, also=_news(visible))

@@ -24,8 +24,8 @@ from workers.lemons import DAYS, LEMON
 
 SORTS = {"-seen": "observed_at", "code": "code", "-count": "count"}
 #: A failure and the name of the job that it speaks of.
-Told = tuple[Failure, str | None]
-COLUMNS: tuple[Column[Told], ...] = (
+FailureRow = tuple[Failure, str | None]
+COLUMNS: tuple[Column[FailureRow], ...] = (
     Column("id", lambda row: row[0].pk),
     Column("code", lambda row: row[0].code),
     Column("fault_class", lambda row: row[0].fault_class),
@@ -115,6 +115,6 @@ def lemon_nodes(request: HttpRequest) -> HttpResponse:
     return render(request, "dashboard/lemons.html", context)
 
 
-def _with_jobs(failures: list[Failure]) -> list[Told]:
+def _with_jobs(failures: list[Failure]) -> list[FailureRow]:
     names = selectors.job_names(failures)
     return [(failure, names.get(failure.job_id)) for failure in failures]

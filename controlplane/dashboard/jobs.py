@@ -13,10 +13,10 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of, whole
 from controlplane.dashboard.selectors import moves
 from controlplane.errors import Conflict
 from controlplane.fleet.selectors import may, nodes_for
+from controlplane.form_actions import act, reason_of, whole
 from controlplane.incidents import actions as incidents
 from controlplane.jobs import actions as jobs
 from controlplane.jobs import durability, selectors
@@ -43,7 +43,7 @@ def move(request: HttpRequest, job_id: str) -> HttpResponse:
     where it is on several."""
     found = selectors.job_for(request.user, job_id)
 
-    def deed(actor: Actor) -> None:
+    def operation(actor: Actor) -> None:
         incidents.move_replica(
             actor,
             found.pk,
@@ -53,7 +53,7 @@ def move(request: HttpRequest, job_id: str) -> HttpResponse:
             reason=reason_of(request),
         )
 
-    return _act(request, found, deed, "#job-shape")
+    return _act(request, found, operation, "#job-shape")
 
 
 @require_POST
@@ -63,10 +63,10 @@ def start(request: HttpRequest, job_id: str) -> HttpResponse:
     """Have the agents of free nodes start a job that was registered, for `reason`."""
     found = selectors.job_for(request.user, job_id)
 
-    def deed(actor: Actor) -> None:
+    def operation(actor: Actor) -> None:
         incidents.start_registered(actor, found.pk, reason_of(request))
 
-    return _act(request, found, deed, "#job-shape")
+    return _act(request, found, operation, "#job-shape")
 
 
 @require_POST
@@ -76,21 +76,21 @@ def checkpoint(request: HttpRequest, job_id: str) -> HttpResponse:
     """Have the job save a checkpoint on each of its tiers, at its next edge."""
     found = selectors.job_for(request.user, job_id)
 
-    def deed(actor: Actor) -> None:
+    def operation(actor: Actor) -> None:
         selectors.demand_ranks(found)
         jobs.direct(actor, found.pk, "checkpoint", reason="asked for on the job's page")
 
-    return _act(request, found, deed, "#checkpoints-h")
+    return _act(request, found, operation, "#checkpoints-h")
 
 
 def _act(
-    request: HttpRequest, found: Job, deed: Callable[[Actor], None], part: str
+    request: HttpRequest, found: Job, operation: Callable[[Actor], None], part: str
 ) -> HttpResponse:
     """Do what an operator orders on a job's page, and lead back to the part that shows it."""
     return act(
         request,
         found.cluster_id,
-        deed,
+        operation,
         back=reverse("job", args=[found.pk]) + part,
         again=lambda status: _page(
             request, selectors.job_for(request.user, found.pk), status=status
@@ -137,13 +137,13 @@ def _page(request: HttpRequest, found: Job, status: int = 200) -> HttpResponse:
             "typed": request.POST,
             "job": found,
             "commit_late_after_s": selectors.commit_late_after_s(found),
-            "seats": selectors.seats(found),
+            "slots": selectors.slots(found),
             "warm_spares": list(found.held_warm_spares),
             "marks": selectors.marks(found),
             "checkpoint": next(iter(checkpoints), None),
             "tiers": durability.tiers_of(found, checkpoints),
             "checkpoints": checkpoints[:8],
-            "troubles": durability.told_alike(found, troubles, checkpoints)[:8],
+            "troubles": durability.group_reports(found, troubles, checkpoints)[:8],
             "ledger": selectors.sample_ledger(found),
             "incidents": found.incidents.order_by("-id")[:8],
             "windows": {word: label for word, (label, _) in WINDOWS.items()},

@@ -18,13 +18,13 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of
 from controlplane.dashboard.selectors import nodes as selectors
-from controlplane.dashboard.selectors.story import story_of
+from controlplane.dashboard.selectors.node_timeline import story_of
 from controlplane.errors import Conflict
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import may
+from controlplane.form_actions import act, reason_of
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.plans import NODE_ORDERS, ORDER_STATES, Plan, plan_of_order
 from controlplane.jobs import actions as jobs
@@ -223,7 +223,7 @@ def revoke_key(request: HttpRequest, node_id: str) -> HttpResponse:
 def maintenance(request: HttpRequest, node_id: str) -> HttpResponse:
     """Announce work on this node, from now on for `hours`."""
 
-    def deed(actor: Actor) -> None:
+    def operation(actor: Actor) -> None:
         now = timezone.now()
         fleet.open_maintenance(
             actor,
@@ -234,7 +234,7 @@ def maintenance(request: HttpRequest, node_id: str) -> HttpResponse:
             node_id=node_id,
         )
 
-    return _act(request, node_id, deed)
+    return _act(request, node_id, operation)
 
 
 def hours_of(request: HttpRequest) -> float:
@@ -251,14 +251,14 @@ def hours_of(request: HttpRequest) -> float:
 def _act(
     request: HttpRequest,
     node_id: str,
-    deed: Callable[[Actor], object],
+    operation: Callable[[Actor], object],
     role: Role = Role.OPERATOR,
 ) -> HttpResponse:
     found = selectors.node_for(request.user, node_id)
     return act(
         request,
         found.cluster_id,
-        deed,
+        operation,
         back=reverse("node", args=[node_id]),
         again=lambda status: _page(
             request, selectors.node_for(request.user, node_id), status=status

@@ -16,7 +16,6 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of, whole
 from controlplane.dashboard.nodes import hours_of
 from controlplane.dashboard.selectors import playbooks as selectors
 from controlplane.dashboard.selectors.fleet import cluster_for
@@ -25,6 +24,7 @@ from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Cluster
 from controlplane.fleet.selectors import clusters_for, may
+from controlplane.form_actions import act, reason_of, whole
 from controlplane.incidents import actions as incidents
 from controlplane.incidents import limits
 from controlplane.incidents.choices import Mode, Scope
@@ -85,13 +85,13 @@ def set_mode(request: HttpRequest, cluster_id: str) -> HttpResponse:
     found = cluster_for(request.user, cluster_id)
     playbook = request.POST.get("playbook", "")
 
-    def deed(actor: Actor) -> None:
+    def operation(actor: Actor) -> None:
         mode = request.POST.get("mode", "")
         if mode not in Mode.values:
             raise Conflict(f"a mode is one of {', '.join(Mode.values)}")
         incidents.set_mode(actor, cluster_id, playbook, Mode(mode), reason_of(request))
 
-    return _act(request, found, deed, role=Role.ADMIN, form=f"mode-{playbook}")
+    return _act(request, found, operation, role=Role.ADMIN, form=f"mode-{playbook}")
 
 
 @require_POST
@@ -102,13 +102,13 @@ def set_limit(request: HttpRequest, cluster_id: str) -> HttpResponse:
     found = cluster_for(request.user, cluster_id)
     scope = request.POST.get("scope", "")
 
-    def deed(actor: Actor) -> None:
+    def operation(actor: Actor) -> None:
         nodes = whole(request.POST.get("nodes", ""), 100_000)
         if scope not in Scope.values or nodes is None:
             raise Conflict("a limit is a number of nodes, for one of the scopes shown")
         incidents.set_limit(actor, cluster_id, Scope(scope), nodes, reason_of(request))
 
-    return _act(request, found, deed, role=Role.ADMIN, form=f"limit-{scope}")
+    return _act(request, found, operation, role=Role.ADMIN, form=f"limit-{scope}")
 
 
 @require_POST
@@ -130,7 +130,7 @@ def open_maintenance(request: HttpRequest, cluster_id: str) -> HttpResponse:
     """Announce work on a cluster or one `rack` of it, in `delay` hours from now, for `hours`."""
     found = cluster_for(request.user, cluster_id)
 
-    def deed(actor: Actor) -> None:
+    def operation(actor: Actor) -> None:
         starts_at = timezone.now() + timedelta(hours=_delay_of(request))
         fleet.open_maintenance(
             actor,
@@ -141,7 +141,7 @@ def open_maintenance(request: HttpRequest, cluster_id: str) -> HttpResponse:
             rack_id=request.POST.get("rack") or None,
         )
 
-    return _act(request, found, deed, form="announce")
+    return _act(request, found, operation, form="announce")
 
 
 @require_POST
@@ -169,7 +169,7 @@ def _delay_of(request: HttpRequest) -> float:
 def _act(
     request: HttpRequest,
     found: Cluster,
-    deed: Callable[[Actor], object],
+    operation: Callable[[Actor], object],
     *,
     role: Role = Role.OPERATOR,
     form: str = "",
@@ -184,7 +184,7 @@ def _act(
         return _page(request, found_now, status=status, refused={form: request.POST})
 
     back = f"{reverse('automation-page')}?cluster={found.id}"
-    return act(request, found.id, deed, back=back, again=again, role=role)
+    return act(request, found.id, operation, back=back, again=again, role=role)
 
 
 def _page(

@@ -14,12 +14,12 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of
 from controlplane.dashboard.selectors import repairs as selectors
 from controlplane.export import Column, as_file, is_wanted, refusal
 from controlplane.fleet.choices import Rung
 from controlplane.fleet.models import Node, RepairRecord
 from controlplane.fleet.selectors import clusters_for, may
+from controlplane.form_actions import act, reason_of
 from controlplane.incidents import actions
 from controlplane.incidents.choices import CaseState
 from controlplane.incidents.models import RmaCase
@@ -144,12 +144,12 @@ def close(request: HttpRequest, case_id: str) -> HttpResponse:
     )
 
 
-def _act(request: HttpRequest, case_id: str, deed: Callable[[Actor], object]) -> HttpResponse:
+def _act(request: HttpRequest, case_id: str, operation: Callable[[Actor], object]) -> HttpResponse:
     found = selectors.case_for(request.user, case_id)
     return act(
         request,
         found.cluster_id,
-        deed,
+        operation,
         back=reverse("rma-case", args=[case_id]),
         again=lambda status: _page(
             request, selectors.case_for(request.user, case_id), status=status

@@ -22,11 +22,11 @@ from controlplane.accounts.choices import Role
 from controlplane.accounts.models import ApiToken, User
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
-from controlplane.acting import reason_of, whole
 from controlplane.dashboard.selectors import roles
 from controlplane.errors import Conflict
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for, is_superuser
+from controlplane.form_actions import reason_of, whole
 from controlplane.paging import pages_of
 
 #: Of the tokens that open nothing any more only the newest are shown.

@@ -24,11 +24,11 @@ from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor, Grant, User
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
-from controlplane.acting import reason_of, whole
 from controlplane.dashboard.selectors import roles
 from controlplane.errors import Conflict
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for, is_superuser, may_somewhere
+from controlplane.form_actions import reason_of, whole
 from controlplane.paging import page_of, pages_of, sort_words
 
 SORTS = {"name": "username"}
@@ -63,7 +63,7 @@ def create(request: HttpRequest) -> HttpResponse:
     username = request.POST.get("username", "").strip()
     password = _new_password()
 
-    def deed(actor: Actor) -> User:
+    def operation(actor: Actor) -> User:
         return actions.create_user(
             actor,
             username,
@@ -73,7 +73,7 @@ def create(request: HttpRequest) -> HttpResponse:
         )
 
     try:
-        user = deed(actor_of(request))
+        user = operation(actor_of(request))
     except Conflict as conflict:
         return _refused(request, conflict, form="create")
     return _page(request, chosen_id=user.pk, password=password)
@@ -124,10 +124,10 @@ def grant(request: HttpRequest) -> HttpResponse:
     if role not in Role.values:
         return _refused(request, Conflict("Choose one of the roles."), user.pk, form="grant")
 
-    def deed(actor: Actor) -> object:
+    def operation(actor: Actor) -> object:
         return actions.grant_role(actor, user, Role(role), cluster_id, reason=reason_of(request))
 
-    return _act(request, user, deed, form="grant")
+    return _act(request, user, operation, form="grant")
 
 
 @require_POST
@@ -136,7 +136,7 @@ def grant(request: HttpRequest) -> HttpResponse:
 def revoke(request: HttpRequest, user_id: int) -> HttpResponse:
     """Take away the role that a person holds in a cluster, or everywhere."""
     cluster_id = _managed_cluster(request)
-    user = get_object_or_404(roles.people_for(_asker(request)), pk=user_id)
+    user = get_object_or_404(roles.people_for(_current_user(request)), pk=user_id)
     return _act(
         request,
         user,
@@ -148,10 +148,10 @@ def revoke(request: HttpRequest, user_id: int) -> HttpResponse:
 
 
 def _act(
-    request: HttpRequest, user: User, deed: Callable[[Actor], object], *, form: str = ""
+    request: HttpRequest, user: User, operation: Callable[[Actor], object], *, form: str = ""
 ) -> HttpResponse:
     try:
-        deed(actor_of(request))
+        operation(actor_of(request))
     except Conflict as conflict:
         return _refused(request, conflict, user.pk, form=form)
     return HttpResponseRedirect(f"{reverse('users')}?user={user.pk}")
@@ -173,7 +173,7 @@ def _page(
     refused: Mapping[str, Mapping[str, str]] | None = None,
     status: int = 200,
 ) -> HttpResponse:
-    asker = _asker(request)
+    current_user = _current_user(request)
     people = _found(request)
     query = request.GET.copy()
     if chosen_id:
@@ -185,13 +185,15 @@ def _page(
         "live_query": query,
         "page": page_of(people, request.GET, sorts=SORTS),
         "q": request.GET.get("q", "").strip(),
-        "chosen": roles.people_for(asker).filter(pk=chosen_id).first() if chosen_id else None,
+        "chosen": roles.people_for(current_user).filter(pk=chosen_id).first()
+        if chosen_id
+        else None,
         "password": password,
         "refused": refused or {},
-        "clusters": roles.administered(asker),
+        "clusters": roles.administered(current_user),
         "roles": Role,
-        "superuser": is_superuser(asker),
-        "everywhere": roles.may_grant(asker, None),
+        "superuser": is_superuser(current_user),
+        "everywhere": roles.may_grant(current_user, None),
     }
     response = render(request, "people/users.html", context, status=status)
     response["Cache-Control"] = "no-store"
@@ -200,10 +202,10 @@ def _page(
 
 def _found(request: HttpRequest) -> QuerySet[User]:
     """The people that the asking person manages. Raises PermissionDenied if they manage none."""
-    asker = _asker(request)
-    if not may_somewhere(asker, Role.ADMIN):
+    current_user = _current_user(request)
+    if not may_somewhere(current_user, Role.ADMIN):
         raise PermissionDenied("Only admins manage who may do what.")
-    people = roles.people_for(asker)
+    people = roles.people_for(current_user)
     if q := request.GET.get("q", "").strip():
         people = people.filter(username__icontains=q)
     return people
@@ -218,21 +220,21 @@ def _managed_cluster(request: HttpRequest) -> str | None:
 
     A cluster that they do not see does not exist; one that they only see is refused.
     """
-    asker = _asker(request)
+    current_user = _current_user(request)
     cluster_id = request.POST.get("cluster") or None
-    if not roles.may_grant(asker, cluster_id):
-        if cluster_id and not clusters_for(asker).filter(pk=cluster_id).exists():
+    if not roles.may_grant(current_user, cluster_id):
+        if cluster_id and not clusters_for(current_user).filter(pk=cluster_id).exists():
             raise Http404("no such cluster")
         raise PermissionDenied("Only admins of this cluster manage its roles.")
     return cluster_id
 
 
 def _superusers_only(request: HttpRequest) -> None:
-    if not is_superuser(_asker(request)):
+    if not is_superuser(_current_user(request)):
         raise PermissionDenied("Only superusers may do this.")
 
 
-def _asker(request: HttpRequest) -> User:
+def _current_user(request: HttpRequest) -> User:
     assert isinstance(request.user, User)  # noqa: S101 - `signed_in` stands before every view
     return request.user
 

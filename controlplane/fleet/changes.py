@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from django.db import connection, transaction
 
-from controlplane import touched
-from controlplane.touched import Touched
+from controlplane import change_tracking
+from controlplane.change_tracking import Touched
 
 # Cluster.update(change_seq=F("change_seq") + 1), then for each object
 # Changed.update_or_create(cluster, object_type, object_id, defaults={"seq": the new number}).
@@ -31,11 +31,11 @@ ON CONFLICT (cluster_id, object_type, object_id) DO UPDATE SET seq = excluded.se
 @contextmanager
 def change() -> Iterator[None]:
     """A transaction; inside another `change` a savepoint of it. Also usable as a decorator."""
-    if touched.present() is not None:
+    if change_tracking.present() is not None:
         with transaction.atomic():
             yield
         return
-    with touched.collecting() as collected, transaction.atomic():
+    with change_tracking.collecting() as collected, transaction.atomic():
         yield
         _number(collected)
 
@@ -45,7 +45,7 @@ def touch(cluster_id: str, *objects: tuple[str, str]) -> None:
 
     What is audited is noted by itself; `objects` names (type, id) of what is not.
     """
-    collected = touched.present()
+    collected = change_tracking.present()
     if collected is None:
         raise RuntimeError("touch() outside of change(): pages would not learn of this write")
     collected.clusters.add(cluster_id)

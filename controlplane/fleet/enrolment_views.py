@@ -22,12 +22,12 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of, whole
 from controlplane.errors import Conflict
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet import actions
 from controlplane.fleet.models import Cluster, JoinToken, Node
 from controlplane.fleet.selectors import clusters_for, may_somewhere
+from controlplane.form_actions import act, reason_of, whole
 from controlplane.live import live_page
 from controlplane.paging import pages_of
 

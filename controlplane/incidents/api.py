@@ -24,7 +24,7 @@ from controlplane.health.choices import Action, FaultClass, Urgency
 from controlplane.health.models import Failure, Signal
 from controlplane.health.serializers import FailureDetailSerializer, FailureSerializer
 from controlplane.incidents import actions, limits, selectors
-from controlplane.incidents.actions.ending import end_job
+from controlplane.incidents.actions.job_end import end_job
 from controlplane.incidents.actions.runs import lock_run
 from controlplane.incidents.choices import (
     STEP_FINISHED,
@@ -45,7 +45,7 @@ from controlplane.incidents.models import (
     PlaybookStep,
     RmaCase,
 )
-from controlplane.incidents.moves import plan_move, plan_of_move
+from controlplane.incidents.move_plans import plan_move, plan_of_move
 from controlplane.incidents.plans import plan_of_order
 from controlplane.incidents.serializers import (
     ApprovalDetailSerializer,
@@ -96,7 +96,7 @@ from controlplane.rest.filters import (
     whole,
 )
 from controlplane.rest.resource import Resource, reading
-from controlplane.rest.verbs import Deed, verb
+from controlplane.rest.verbs import Operation, verb
 
 #: Change numbers told in one answer at most.
 CHANGES_WINDOW = 1000
@@ -230,12 +230,12 @@ def _url_of(row: Changed) -> str | None:
 def _order(name: str, words: str, *, path: str | None = None) -> Any:
     """A verb of a node that becomes a run; its dry run shows the plan."""
 
-    def deed(_view: Nodes, actor: Actor, node: Node, order: dict[str, Any]) -> PlaybookRun:
+    def operation(_view: Nodes, actor: Actor, node: Node, order: dict[str, Any]) -> PlaybookRun:
         return actions.order_node(actor, node.pk, name, order["reason"])
 
-    deed.__name__ = name if path is None else f"{path}_node"
-    deed.__doc__ = f"{words}\n\nThe answer is the run that does it. A dry run shows its plan."
-    told: Deed = deed
+    operation.__name__ = name if path is None else f"{path}_node"
+    operation.__doc__ = f"{words}\n\nThe answer is the run that does it. A dry run shows its plan."
+    told: Operation = operation
     return verb(
         answers=RunSerializer,
         status=HTTPStatus.ACCEPTED,
@@ -311,8 +311,8 @@ class Jobs(jobs.Jobs):
         """Move a replica of a running job to another node
 
         It trains on meanwhile: a second process follows it, and takes its place at a step's edge.
-        No sample is lost. A job that lives as one (`whole`) cannot be followed: it saves, ends, and
-        goes on from there on the other node. The answer is the run that does it. A dry run shows
+        No sample is lost. A job that restarts as a whole (`whole`) cannot be followed: it saves,
+        ends, and resumes on the other node. The answer is the run that does it. A dry run shows
         its plan.
         """
         for field in ("node", "leaving"):
@@ -561,7 +561,7 @@ class Approvals(Resource):
     def approve(self, actor: Actor, approval: Approval, order: dict[str, Any]) -> None:
         """Sign a plan
 
-        `digest` names the plan that you have read; if it is another by now, nothing is signed.
+        `digest` names the plan that you have read; if it is another by now, nothing is approved.
         """
         actions.approve(actor, approval.pk, order["digest"], order["reason"])
 

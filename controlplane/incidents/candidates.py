@@ -10,7 +10,7 @@ from controlplane.fleet.models import Node
 from controlplane.incidents.selectors import usable_nodes
 from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Job
-from workers.spares import Candidate, Wanted
+from workers.placement import Candidate, Wanted
 
 
 def free_nodes(cluster_id: str, job_id: str | None = None) -> list[Candidate]:

@@ -103,11 +103,11 @@ def open_breakers(cluster_ids: Iterable[str]) -> QuerySet[Breaker]:
 def objections(
     node: Node, *, code: str = "", job_id: str | None = None, run: PlaybookRun | None = None
 ) -> list[str]:
-    """The same as `speaks_against`, in words alone."""
-    return [found.text for found in speaks_against(node, code=code, job_id=job_id, run=run)]
+    """The same as `blockers_of`, in words alone."""
+    return [found.text for found in blockers_of(node, code=code, job_id=job_id, run=run)]
 
 
-def speaks_against(
+def blockers_of(
     node: Node, *, code: str = "", job_id: str | None = None, run: PlaybookRun | None = None
 ) -> list[Objection]:
     """Why automation may not take this node out now; empty if it may.

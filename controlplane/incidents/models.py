@@ -325,7 +325,7 @@ class Breaker(models.Model):
 
 
 class Approval(models.Model):
-    """A plan that a person is asked to sign. It holds for exactly this plan, in this world."""
+    """A plan that a person is asked to approve. It holds for exactly this plan, in this world."""
 
     id = models.CharField(primary_key=True, max_length=40, default=partial(new_id, "apr"))
     cluster = models.ForeignKey(Cluster, on_delete=models.PROTECT)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from controlplane.incidents.choices import Mode
 from controlplane.incidents.models import Playbook
-from controlplane.incidents.moves import AS_WHOLE
-from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
+from controlplane.incidents.move_plans import AS_WHOLE
+from controlplane.incidents.move_plans import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS
 
 #: Playbooks that run only when somebody asks for it. (Automation returns a node by itself too.)

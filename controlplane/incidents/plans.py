@@ -1,4 +1,4 @@
-"""What a playbook would do to a node, before it does it: the dry run, and what a person signs."""
+"""What a playbook would do to a node, before it does it: for dry runs and approvals."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Plan:
     #: {"scope", "label", "limit", "used"} of the cluster's budgets.
     budgets: list[dict[str, Any]]
     mode: str
-    #: How often the run went back before: a plan is signed for one turn.
+    #: How often the run went back before: a plan is approved for one turn.
     turn: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -232,7 +232,7 @@ def _notes(node: Node, placements: list[Placement], *, moves: bool) -> list[str]
         job = placement.replica.job
         if moves and job.whole:
             notes.append(
-                f"{job.name} saves, ends, and goes on on another node first; it stands still "
+                f"{job.name} saves, ends, and resumes on another node first; it stands still "
                 "meanwhile, and longer where none is free"
             )
             continue

@@ -201,7 +201,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Ask:
+class RequiredAction:
     """What the incident wants from a person: nothing, or the run that waits for one."""
 
     kind: str  # "nothing", "watch", "sign", "decide", "resume", "bring-back", "look" or "close"
@@ -243,22 +243,22 @@ def waits_for_hands(incident: Incident) -> bool:
     return any(not _was_examined(failure) for failure in left)
 
 
-def last_losses(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
+def latest_loss_runs(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
     """Of each replica that an incident with these `runs` is about the one that was to bring it
     back: of a replica that was lost twice the last one counts."""
     losses = sorted((run for run in runs if run.playbook == LOSS), key=lambda run: run.created_at)
     return list({loss.subject: loss for loss in losses}.values())
 
 
-def missed_losses(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
+def unrestored_losses(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
     """Of these what came to nothing though the job goes on and the replica does not train, by
     whoever's doing."""
-    return [loss for loss in last_losses(runs) if loss.state in _IN_VAIN and not _trains(loss)]
+    return [loss for loss in latest_loss_runs(runs) if loss.state in _IN_VAIN and not _trains(loss)]
 
 
-def to_bring_back(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
+def restartable_losses(runs: Iterable[PlaybookRun]) -> list[PlaybookRun]:
     """Of these what nobody sees to: nothing of the replica is there or is being started."""
-    return [loss for loss in missed_losses(runs) if not _is_seen_to(loss)]
+    return [loss for loss in unrestored_losses(runs) if not _is_being_restored(loss)]
 
 
 def _trains(loss: PlaybookRun) -> bool:
@@ -270,7 +270,7 @@ def _trains(loss: PlaybookRun) -> bool:
     return sum(map(lives, trained)) >= job.nodes_per_replica
 
 
-def _is_seen_to(loss: PlaybookRun) -> bool:
+def _is_being_restored(loss: PlaybookRun) -> bool:
     nodes = loss.job.nodes_per_replica if loss.job else 1
     starts = PlaybookRun.objects.filter(job=loss.job_id, playbook="start-job")
     at_work = starts.filter(state__in=RUN_UNFINISHED).exists()
@@ -317,32 +317,38 @@ def _seconds(incident: Incident, at: datetime | None) -> float | None:
     return None if at is None else (at - incident.occurred_at).total_seconds()
 
 
-def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> Ask:
+def ask_of(incident: Incident, runs: Sequence[PlaybookRun]) -> RequiredAction:
     """What the on-call engineer should do now, in one sentence."""
     for run in runs:
         if waiting_approval(run) is not None:
-            return Ask("sign", f"Approve or reject the plan of “{run.title}”.", run)
+            return RequiredAction("sign", f"Approve or reject the plan of “{run.title}”.", run)
         if run.state == RunState.NEEDS_OPERATOR:
             reason = run.state_reason or "it stopped, and does not say why."
-            return Ask("decide", f"“{run.title}” waits for a person: {reason}", run)
+            return RequiredAction("decide", f"“{run.title}” waits for a person: {reason}", run)
     for run in runs:
         if run.state == RunState.PAUSED:
             why = f" ({run.state_reason})" if run.state_reason else ""
             text = f"“{run.title}” was paused by a person{why}. Resume or cancel it."
-            return Ask("resume", text, run)
+            return RequiredAction("resume", text, run)
     if incident.state == IncidentState.CLOSED:
-        return Ask("nothing", "Nothing. It is closed.")
+        return RequiredAction("nothing", "Nothing. It is closed.")
     if not incident.unresolved:
-        return Ask("close", "Nothing urgent. Complete the post-mortem below, then close it.")
+        return RequiredAction(
+            "close", "Nothing urgent. Complete the post-mortem below, then close it."
+        )
     for run in runs:
         if run.state in RUN_ACTIVE:
-            return Ask("watch", f"Nothing now. {_doing(run)}", run)
-    if missed := missed_losses(runs):
+            return RequiredAction("watch", f"Nothing now. {_doing(run)}", run)
+    if missed := unrestored_losses(runs):
         why = "; ".join(
             f"“{run.title}” {_IN_VAIN[RunState(run.state)]} ({run.state_reason})" for run in missed
         )
-        return Ask("bring-back", f"The lost replica has not been restored: {why}.", missed[0])
-    return Ask("look", "No playbook is at work on this. Look at the evidence and act by hand.")
+        return RequiredAction(
+            "bring-back", f"The lost replica has not been restored: {why}.", missed[0]
+        )
+    return RequiredAction(
+        "look", "No playbook is at work on this. Look at the evidence and act by hand."
+    )
 
 
 def waiting_approval(run: PlaybookRun) -> Approval | None:
@@ -358,7 +364,7 @@ def _doing(run: PlaybookRun) -> str:
     return "The playbook is about to finish."
 
 
-def deeds_of(runs: Sequence[PlaybookRun]) -> list[PlaybookStep]:
+def finished_steps_of(runs: Sequence[PlaybookRun]) -> list[PlaybookStep]:
     """The finished steps that have something to tell, in the order in which they finished."""
     told = [
         step
@@ -408,7 +414,7 @@ def first_signals() -> Prefetch[Any, Any, Any]:
 
 
 @dataclass(frozen=True)
-class Told:
+class TimelineLine:
     """A line of the timeline, with the name of the person whose words it holds, if any."""
 
     entry: TimelineEntry
@@ -425,14 +431,14 @@ class Told:
         return "" if self.raw.split() == self.entry.text.split() else self.entry.text
 
 
-def timeline_of(incident: Incident) -> tuple[list[Told], int]:
+def timeline_of(incident: Incident) -> tuple[list[TimelineLine], int]:
     """The newest entries, oldest of them first; and how many there are."""
     top = Top.of(incident.timeline.order_by("-at", "-id"), LINES_SHOWN)
     entries = top.rows[::-1]
     said_by = [str(entry.data.get("by", "")) for entry in entries]
     names = usernames(said_by)
     people = [names[by] if person_id(by) and names[by] != by else "" for by in said_by]
-    return [Told(entry, by) for entry, by in zip(entries, people, strict=True)], top.total
+    return [TimelineLine(entry, by) for entry, by in zip(entries, people, strict=True)], top.total
 
 
 # --- Lists of the API -----------------------------------------------------------------------------
@@ -498,15 +504,15 @@ def usable_nodes(cluster_id: str, job_id: str | None = None) -> QuerySet[Node]:
 
     One that a run is about to take out is none of them.
     """
-    return placeable_nodes(cluster_id, job_id).filter(_stays())
+    return placeable_nodes(cluster_id, job_id).filter(_not_being_taken_out())
 
 
 def usable() -> Q:
     """Of a node: that it is one of the `usable_nodes` of its cluster."""
-    return placeable() & _stays()
+    return placeable() & _not_being_taken_out()
 
 
-def _stays() -> Q:
+def _not_being_taken_out() -> Q:
     """Of a node: that no run is about to take it out."""
     leaving = PlaybookRun.objects.filter(
         node__isnull=False, playbook__in=sorted(TAKING_OUT), state__in=sorted(RUN_UNFINISHED)

@@ -359,7 +359,7 @@ class NewPostmortem(Body):
 
 class Signature(Reasoned):
     digest = serializers.CharField(
-        max_length=64, help_text="The digest of the plan that you have read: that plan is signed."
+        max_length=64, help_text="The digest of the plan that you have read: that plan is approved."
     )
 
 

@@ -13,16 +13,12 @@ import redis.asyncio
 import structlog
 from redis.exceptions import RedisError
 
+from controlplane import redis_keys
 from controlplane.ingest.http import unavailable
 from node_agent import wire
 
 log = structlog.get_logger(__name__)
 
-#: Hash of the newest beat of each node, by node id; the keeper reads it.
-BEATS_KEY = "drydock:beats"
-#: When an ingest last heard, and since when it does: how the keeper tells silent nodes from a deaf
-#: control plane.
-ALIVE_KEY = "drydock:ingest:alive"
 ALIVE_TTL_S = 5
 ALIVE_EVERY_S = 0.5
 GATHER_S = 0.008
@@ -85,7 +81,7 @@ class Beats:
             due, self._due = self._due, {}
             written, self._written = self._written, asyncio.get_running_loop().create_future()
             try:
-                await self._redis.hset(BEATS_KEY, mapping=due)  # type: ignore[arg-type]
+                await self._redis.hset(redis_keys.BEATS, mapping=due)  # type: ignore[arg-type]
             except (RedisError, OSError) as error:
                 log.warning("ingest.beats_refused", error=str(error), beats=len(due))
                 written.set_result(False)
@@ -97,7 +93,7 @@ class Beats:
         while True:
             try:
                 said = msgspec.json.encode({"at": time.time(), "since": self._since})
-                await self._redis.set(ALIVE_KEY, said, ex=ALIVE_TTL_S)
+                await self._redis.set(redis_keys.INGEST_ALIVE, said, ex=ALIVE_TTL_S)
             except (RedisError, OSError) as error:
                 log.warning("ingest.alive_untold", error=str(error))
             await asyncio.sleep(ALIVE_EVERY_S)

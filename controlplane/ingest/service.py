@@ -23,8 +23,8 @@ from controlplane.fleet import actions as fleet
 from controlplane.ingest import authentication, decoding
 from controlplane.ingest.authentication import Directory, Identity
 from controlplane.ingest.beats import Beats
+from controlplane.ingest.event_ownership import record_events
 from controlplane.ingest.http import DisconnectedError, Request, Response, accepted, unavailable
-from controlplane.ingest.own_processes import record_events
 from controlplane.ingest.polls import Orders, Polls
 from controlplane.ingest.writer import Writer
 from controlplane.jobs import actions as jobs

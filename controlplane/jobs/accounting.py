@@ -71,7 +71,7 @@ def absences_of(
     may train on. It is back with its first commit, wherever that is.
     """
     until = min(until, job.ended_at or until)
-    stays = _stays(job, replica, since, until)
+    stays = _training_intervals(job, replica, since, until)
     lost = [max(since, pause.started_at) for pause in pauses if replica in pause.lost]
     left = [at for stay in stays for at in _left(job, replica, stay, lost)]
     back = [stay.begin for stay in stays]
@@ -114,7 +114,7 @@ def loss_of(job: Job, absences: Sequence[Absence]) -> Loss:
     return Loss(round(away * job.gpus_per_replica, 1), round(stood_still, 1))
 
 
-def _stays(job: Job, replica: int, since: datetime, until: datetime) -> list[_Stay]:
+def _training_intervals(job: Job, replica: int, since: datetime, until: datetime) -> list[_Stay]:
     """The processes that trained in a replica's place within this time, on each of its nodes."""
     placements = Placement.objects.filter(
         replica__job=job, replica__index=replica, standby=False, joined_at__lt=until

@@ -70,7 +70,7 @@ class Jobs(Resource):
         return selectors.jobs_for(self.request.user)
 
     def detailed(self, rows: QuerySet[Job]) -> QuerySet[Job]:
-        return selectors.seated(rows)
+        return selectors.with_placements(rows)
 
     def context_of(self, rows: Sequence[Job]) -> dict[str, Any]:
         return {"failing_tiers": durability.failing_tiers_of(rows)}

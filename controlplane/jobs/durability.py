@@ -25,9 +25,9 @@ from django.utils import timezone
 
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from controlplane.jobs.choices import JobState, PlacementState, Tier
+from controlplane.jobs.choices import OF_ALL_NODES, JobState, PlacementState, Tier
 from controlplane.jobs.models import Checkpoint, Job, Placement
-from controlplane.jobs.selectors import AT_ONCE, CLOCKS_DIFFER, LATE_TIMES
+from controlplane.jobs.selectors import CLOCKS_DIFFER, LATE_TIMES, SAME_MOMENT
 
 #: So many checkpoints of each tier are looked at.
 LAST = 8
@@ -43,9 +43,7 @@ OVER = {
 }
 #: What is over once a checkpoint comes whole: of the tier that it is told of, or of any.
 UNTIL_SAVED = ("checkpoint_late", "no_room_for_checkpoints")
-#: To these all replicas save together; to the others each for itself.
-OF_ALL_REPLICAS = (Tier.SHARED, Tier.OBJECT)
-#: And so much of what ranks told.
+#: So many of the newest reports of a job's ranks are looked at.
 TROUBLES = 200
 
 
@@ -88,17 +86,21 @@ def troubles_of(job: Job) -> list[Signal]:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What one or several replicas told alike, how often ever."""
+class RankReport:
+    """What one or several replicas reported alike, however often."""
 
     newest: Signal
     replicas: list[int]
 
 
-def told_alike(job: Job, troubles: list[Signal], checkpoints: list[Checkpoint]) -> list[Told]:
-    """The same, newest first, with one entry for what many say, as of a shared folder, or one says
-    again and again: it hides nothing that was told once and still holds. What a replica has said to
-    be over is left out, and so is what a later one of the job's last checkpoints shows to be."""
+def group_reports(
+    job: Job, troubles: list[Signal], checkpoints: list[Checkpoint]
+) -> list[RankReport]:
+    """Group equal reports of several replicas, or repeats of one, into an entry each, newest first.
+
+    So a report that many make of one shared folder hides none that was made once and still holds.
+    Left out is what the replica reported as over, and what a later checkpoint shows to be over.
+    """
     alike: dict[tuple[str, str, str], list[Signal]] = {}
     over: set[tuple[str, str, int]] = set()
     for one in troubles:
@@ -109,7 +111,9 @@ def told_alike(job: Job, troubles: list[Signal], checkpoints: list[Checkpoint]) 
             over.add((OVER[kind], subject, replica))
         # Exceptions are told with no subject, and are not all one.
         alike.setdefault((kind, subject, "" if subject else one.data["text"]), []).append(one)
-    return [Told(group[0], sorted({s.replica or 0 for s in group})) for group in alike.values()]
+    return [
+        RankReport(group[0], sorted({s.replica or 0 for s in group})) for group in alike.values()
+    ]
 
 
 def _saved_after_all(job: Job, trouble: Signal, checkpoints: list[Checkpoint]) -> bool:
@@ -118,7 +122,7 @@ def _saved_after_all(job: Job, trouble: Signal, checkpoints: list[Checkpoint]) -
     tier = trouble.data.get("subject", "")
     if trouble.data["kind"] not in UNTIL_SAVED:
         return False
-    if job.world_replicas > 1 and tier not in OF_ALL_REPLICAS:
+    if job.world_replicas > 1 and tier not in OF_ALL_NODES:
         return False
     since = [one for one in checkpoints if one.at > trouble.observed_at]
     return any(tier in ("", one.tier) for one in since)
@@ -269,4 +273,4 @@ def _late_after_s(job: Job, usual_s: float | None) -> float | None:
     """See `TierHealth`."""
     if job.state != JobState.RUNNING or usual_s is None:
         return None
-    return LATE_TIMES * usual_s + AT_ONCE.seconds
+    return LATE_TIMES * usual_s + SAME_MOMENT.seconds

@@ -52,17 +52,17 @@ from controlplane.jobs.models import (
 
 #: At most this many points of a curve are sent to a browser.
 MAX_POINTS = 1000
-#: So many of the stays that have ended are told of each seat, of the interruptions, and of the
+#: So many of the stays that have ended are told of each slot, of the interruptions, and of the
 #: checkpoints on a chart: the newest.
 STAYS_SHOWN = 20
 MARKS_SHOWN = 100
 CHECKPOINTS_SHOWN = 200
 #: How far an incident's fault may lie from the interruption it explains.
-NEAR = timedelta(seconds=120)
+INCIDENT_MATCH_WINDOW = timedelta(seconds=120)
 #: So far a rank's clock may be behind ours, or its word on its way, before it is not believed.
 CLOCKS_DIFFER = timedelta(seconds=15)
 #: How far apart two processes may tell of one and the same moment.
-AT_ONCE = timedelta(seconds=10)
+SAME_MOMENT = timedelta(seconds=10)
 #: A running job whose next checkpoint or commit takes so many times as long as usual is late with
 #: it.
 LATE_TIMES = 3.0
@@ -160,7 +160,7 @@ def nodes_with(gpu_model: str) -> QuerySet[Gpu, Any]:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """A replica, or one of the places of a replica on several nodes: where it sits now, where it
     moves to, and where it sat before (newest first)."""
 
@@ -212,7 +212,7 @@ class SampleLedger:
         return self.lost == self.duplicated == self.dropped == 0
 
 
-def seats(job: Job) -> list[Seat]:
+def slots(job: Job) -> list[Slot]:
     """The job's shape: every replica with its stays on nodes."""
     stays: dict[tuple[str, int], list[Placement]] = {}
     # Of those that have not ended a place has two at most.
@@ -229,18 +229,18 @@ def seats(job: Job) -> list[Seat]:
     for placement in placements.order_by("-created_at"):
         stays.setdefault((placement.replica_id, placement.node_rank), []).append(placement)
     return [
-        _seat(replica, node_rank, stays.get((replica.id, node_rank), []))
+        _slot(replica, node_rank, stays.get((replica.id, node_rank), []))
         for replica in job.replicas.all()
         for node_rank in range(job.nodes_per_replica)
     ]
 
 
-def _seat(replica: Replica, node_rank: int, stays: list[Placement]) -> Seat:
+def _slot(replica: Replica, node_rank: int, stays: list[Placement]) -> Slot:
     alive = [stay for stay in stays if stay.state != PlacementState.ENDED]
     ended = [stay for stay in stays if stay.state == PlacementState.ENDED]
     now = next((stay for stay in alive if not stay.standby), None)
     moving = next((stay for stay in alive if stay.standby), None)
-    return Seat(replica, node_rank, now, moving, ended)
+    return Slot(replica, node_rank, now, moving, ended)
 
 
 def ordered_to_end(processes: Collection[Placement]) -> bool:
@@ -260,7 +260,7 @@ def left_together(placement: Placement) -> list[Placement]:
     """Those of a replica on several nodes leave together, whichever of them was told."""
     if placement.ended_at is None:
         return [placement]
-    at_once = (placement.ended_at - AT_ONCE, placement.ended_at + AT_ONCE)
+    at_once = (placement.ended_at - SAME_MOMENT, placement.ended_at + SAME_MOMENT)
     same = placement.replica.placements.filter(
         end_reason=placement.end_reason, ended_at__range=at_once
     )
@@ -280,7 +280,7 @@ def marks(job: Job, *, since: datetime | None = None) -> list[Mark]:
     interruptions = list(found[:MARKS_SHOWN])
     if not interruptions:
         return []
-    near = interruptions[-1].started_at - NEAR
+    near = interruptions[-1].started_at - INCIDENT_MATCH_WINDOW
     incidents = list(
         job.incidents.filter(Q(occurred_at__gte=near) | Q(restored_at__gte=near)).order_by("id")
     )
@@ -308,7 +308,7 @@ def _moved(
             for one in interruptions
             if move.joined_at and move.replica.index in set(one.joined) - set(one.lost)
         }
-        if away and min(away) <= AT_ONCE:
+        if away and min(away) <= SAME_MOMENT:
             found[away[min(away)]].append(move)
     return found
 
@@ -329,9 +329,9 @@ def _explaining(
             distances.append((abs(incident.occurred_at - one.started_at), number, incident))
         if set(ours) & set(one.joined) and incident.restored_at:
             distance = abs(incident.restored_at - one.committed_at)
-            if not set(ours) & set(elsewhere) or distance <= AT_ONCE:
+            if not set(ours) & set(elsewhere) or distance <= SAME_MOMENT:
                 distances.append((distance, number, incident))
-    near = [distance for distance in distances if distance[0] <= NEAR]
+    near = [distance for distance in distances if distance[0] <= INCIDENT_MATCH_WINDOW]
     return min(near)[2] if near else None
 
 
@@ -351,7 +351,7 @@ def demand_ranks(job: Job) -> None:
 def commit_late_after_s(job: Job) -> float:
     """How old the last commit of a running job is once the next is late. See `job_for`."""
     step_s: float = job.newest_step_s or 0.0  # type: ignore[attr-defined]
-    return max(COMMIT_MAY_TAKE_S, LATE_TIMES * step_s + AT_ONCE.seconds)
+    return max(COMMIT_MAY_TAKE_S, LATE_TIMES * step_s + SAME_MOMENT.seconds)
 
 
 def sample_ledger(job: Job) -> SampleLedger:
@@ -404,7 +404,7 @@ def series(job: Job, *, after: float | None, window_s: float | None) -> dict[str
     points = _points(job, after, window_s)
     if not points and after is not None:
         return None
-    since = None if after is None else datetime.fromtimestamp(after, UTC) - NEAR
+    since = None if after is None else datetime.fromtimestamp(after, UTC) - INCIDENT_MATCH_WINDOW
     return {
         "step": [point[0] for point in points],
         "at": [_rounded(point[1], 3) for point in points],
@@ -507,10 +507,10 @@ def reservations_for(user: User | AnonymousUser) -> QuerySet[SpareReservation]:
     return found.select_related("node")
 
 
-def seated(jobs: QuerySet[Job]) -> QuerySet[Job]:
-    """The same jobs with `seated_replicas`, each with its present stay as `present`."""
+def with_placements(jobs: QuerySet[Job]) -> QuerySet[Job]:
+    """The same jobs with `placed_replicas`, each with its present stay as `present`."""
     replicas = Replica.objects.select_related("job").prefetch_related(_present_stays())
-    return jobs.prefetch_related(Prefetch("replicas", replicas, to_attr="seated_replicas"))
+    return jobs.prefetch_related(Prefetch("replicas", replicas, to_attr="placed_replicas"))
 
 
 def _present_stays() -> Prefetch[Any, Any, Any]:

@@ -100,16 +100,16 @@ class ReplicaSerializer(RowSerializer):
         )
 
     def get_node_id(self, replica: Replica) -> str | None:
-        seat = _seat(replica)
-        return seat.node_id if seat else None
+        slot = _slot(replica)
+        return slot.node_id if slot else None
 
     def get_node_name(self, replica: Replica) -> str | None:
-        seat = _seat(replica)
-        return seat.node.name if seat else None
+        slot = _slot(replica)
+        return slot.node.name if slot else None
 
     def get_placement_id(self, replica: Replica) -> str | None:
-        seat = _seat(replica)
-        return seat.pk if seat else None
+        slot = _slot(replica)
+        return slot.pk if slot else None
 
 
 class WarmSpareSerializer(RowSerializer):
@@ -121,7 +121,7 @@ class WarmSpareSerializer(RowSerializer):
 
 
 class JobDetailSerializer(JobSerializer):
-    replicas = ReplicaSerializer(many=True, source="seated_replicas")
+    replicas = ReplicaSerializer(many=True, source="placed_replicas")
     warm_spares_held = WarmSpareSerializer(many=True, source="held_warm_spares")
 
     class Meta(JobSerializer.Meta):
@@ -321,7 +321,7 @@ class NewReservation(Reasoned):
     rack = serializers.CharField(max_length=64, default=None, allow_null=True)
 
 
-def _seat(replica: Replica) -> Placement | None:
+def _slot(replica: Replica) -> Placement | None:
     """Where it sits now; the selector fetches the present placement only."""
     return next(iter(replica.present), None)  # type: ignore[attr-defined]
 

@@ -23,7 +23,7 @@ MAX_NODES = 64
 MAIN_CLUSTER = "harbor"
 SIDE_CLUSTER = "quay"
 
-#: What jobs may run. The second is one whose ranks live as one: torchrun ends them together.
+#: What jobs may run. The second is one whose ranks restart together: torchrun ends them together.
 PROGRAMS = {
     "train-gpt": ["python", "examples/train_gpt.py"],
     "train-tensor-parallel": [

@@ -15,11 +15,11 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.requests import actor_of
 from controlplane.accounts.views import signed_in
-from controlplane.acting import whole
 from controlplane.dashboard.nodes import FAULTS
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.models import Node
 from controlplane.fleet.selectors import clusters_for, may
+from controlplane.form_actions import whole
 from workers import power
 
 

@@ -53,7 +53,7 @@ class Exact:
         schema: dict[str, Any] = {"type": "string"}
         if self.choices is not None:
             schema["enum"] = list(self.choices.values)
-        return [Parameter(self.name, f"Only with this {_words(self.name)}.", schema, many=True)]
+        return [Parameter(self.name, f"Only with this {_readable(self.name)}.", schema, many=True)]
 
     def condition(self, name: str, values: list[str]) -> Q:
         if self.choices is not None:
@@ -74,7 +74,7 @@ class Reference:
 
     def parameters(self) -> list[Parameter]:
         words = "id or name" if self.id_prefix else "id"
-        description = f"Only of this {_words(self.name)}, by {words}."
+        description = f"Only of this {_readable(self.name)}, by {words}."
         return [Parameter(self.name, description, {"type": "string"}, many=True)]
 
     def condition(self, _name: str, values: list[str]) -> Q:
@@ -115,7 +115,7 @@ class Times:
 
     def parameters(self) -> list[Parameter]:
         schema = {"type": "string", "format": "date-time"}
-        words = _words(self.name)
+        words = _readable(self.name)
         return [
             Parameter(f"{self.name}__gte", f"Only with {words} at this moment or later.", schema),
             Parameter(f"{self.name}__lt", f"Only with {words} before this moment.", schema),
@@ -134,7 +134,7 @@ class Whole:
 
     def parameters(self) -> list[Parameter]:
         schema = {"type": "integer", "minimum": 0, "maximum": self.most}
-        return [Parameter(self.name, f"Only with this {_words(self.name)}.", schema, many=True)]
+        return [Parameter(self.name, f"Only with this {_readable(self.name)}.", schema, many=True)]
 
     def condition(self, name: str, values: list[str]) -> Q:
         return Q(**{f"{self.name}__in": [whole(name, value, 0, self.most) for value in values]})
@@ -148,7 +148,7 @@ class Search:
     name: str = "q"
 
     def parameters(self) -> list[Parameter]:
-        words = " or ".join(_words(lookup.replace("__", "'s ")) for lookup in self.lookups)
+        words = " or ".join(_readable(lookup.replace("__", "'s ")) for lookup in self.lookups)
         description = f"Only where {words} contains this, whatever the case."
         return [Parameter(self.name, description, {"type": "string", "maxLength": MAX_LENGTH})]
 
@@ -225,5 +225,5 @@ def moment(name: str, text: str) -> datetime:
     raise invalid(name, "must be a time with its zone, such as 2026-11-21T12:00:00Z")
 
 
-def _words(name: str) -> str:
+def _readable(name: str) -> str:
     return name.replace("_", " ")

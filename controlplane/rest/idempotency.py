@@ -20,7 +20,7 @@ from controlplane.accounts.models import IdempotentRequest, User
 from controlplane.rest.problems import invalid
 
 HEADER = "Idempotency-Key"
-KEPT = timedelta(hours=24)
+RETENTION = timedelta(hours=24)
 MAX_KEY = 100
 
 
@@ -41,7 +41,7 @@ def claim(user: User, key: str, request: HttpRequest, body: Any) -> IdempotentRe
     """
     digest = _digest(request, body)
     mine = IdempotentRequest.objects.filter(user=user, key=key)
-    mine.filter(created_at__lt=timezone.now() - KEPT).delete()
+    mine.filter(created_at__lt=timezone.now() - RETENTION).delete()
     row, _ = IdempotentRequest.objects.get_or_create(
         user=user, key=key, defaults={"request_hash": digest}
     )
@@ -58,7 +58,7 @@ def keep(row: IdempotentRequest, status: int, body: Any) -> None:
 
 def forget_old_answers(now: datetime) -> int:
     """Drop the answers that are older than a day. Returns how many; the keeper calls it."""
-    return IdempotentRequest.objects.filter(created_at__lt=now - KEPT).delete()[0]
+    return IdempotentRequest.objects.filter(created_at__lt=now - RETENTION).delete()[0]
 
 
 def _digest(request: HttpRequest, body: Any) -> str:

@@ -37,7 +37,7 @@ LOCK_TIMEOUT_MS = 5_000
 
 #: What a verb does: (view, actor, target, order) -> the row that the answer shows, if any. The
 #: target is the object in the path; for a collection, the cluster that the body names.
-Deed = Callable[[Any, Actor, Any, dict[str, Any]], Model | None]
+Operation = Callable[[Any, Actor, Any, dict[str, Any]], Model | None]
 #: What the automation would do: (target, order) -> the plan.
 Plan = Callable[[Any, dict[str, Any]], Mapping[str, Any]]
 Handler = Callable[..., Response]
@@ -69,7 +69,7 @@ def verb(
     detail: bool = True,
     path: str | None = None,
     method: str = "post",
-) -> Callable[[Deed], Handler]:
+) -> Callable[[Operation], Handler]:
     """Make a deed a sub-resource that is written to.
 
     `answers` is the serializer of what the deed returns; without it the answer shows the object
@@ -77,14 +77,14 @@ def verb(
     """
     told = Verb(access, takes, answers, status, plan, detail)
 
-    def decorate(deed: Deed) -> Handler:
+    def decorate(operation: Operation) -> Handler:
         def handler(view: Resource, request: Request, **path_values: str) -> Response:
-            return _perform(view, request, told, deed, path_values)
+            return _perform(view, request, told, operation, path_values)
 
-        handler.__name__ = deed.__name__
-        handler.__doc__ = deed.__doc__
+        handler.__name__ = operation.__name__
+        handler.__doc__ = operation.__doc__
         handler.verb = told  # type: ignore[attr-defined]
-        if deed.__name__ == "create":
+        if operation.__name__ == "create":
             return handler  # the router finds it by this name
         made: Handler = action(detail=detail, methods=[method], url_path=path)(handler)
         return made
@@ -97,7 +97,7 @@ class _Undone(Exception):
 
 
 def _perform(
-    view: Resource, request: Request, verb: Verb, deed: Deed, path_values: dict[str, str]
+    view: Resource, request: Request, verb: Verb, operation: Operation, path_values: dict[str, str]
 ) -> Response:
     in_query = request.method == "DELETE"  # its body may be dropped on the way
     demand_known(request.query_params, ["dry_run", "reason"] if in_query else ["dry_run"])
@@ -124,7 +124,7 @@ def _perform(
             if target is not None and "If-Match" in request.headers:
                 view.lock(target)
                 etags.demand_match(request, view.tag_of(view.visible(target.pk)))
-            answer = _do(view, request, verb, deed, target, order | _path_order(path_values))
+            answer = _do(view, request, verb, operation, target, order | _path_order(path_values))
             if dry_run:
                 raise _Undone
             if row is not None:
@@ -139,14 +139,14 @@ def _do(
     view: Resource,
     request: Request,
     verb: Verb,
-    deed: Deed,
+    operation: Operation,
     target: Model | None,
     order: dict[str, Any],
 ) -> dict[str, Any]:
     """Do it inside the present transaction; what came of it, and what it wrote."""
     newest = AuditEvent.objects.order_by("-pk").values_list("pk", flat=True).first() or 0
     subject = target if target is not None else order.pop("cluster")
-    shown = deed(view, actor_of(request), subject, order)
+    shown = operation(view, actor_of(request), subject, order)
     written = AuditEvent.objects.filter(pk__gt=newest, request_id=request.request_id)
     return {
         "dry_run": False,

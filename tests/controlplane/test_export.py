@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import AuditEvent
-from controlplane.export import AT_ONCE, BROKEN_OFF, DANGEROUS, Column, as_file
+from controlplane.export import BROKEN_OFF, DANGEROUS, MAX_EXPORTS, Column, as_file
 from controlplane.fleet.models import Cluster
 from controlplane.paging import CHUNK
 from tests import factories as make
@@ -462,7 +462,7 @@ def request_id(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("request_id")
 def test_slow_readers_leave_threads_to_the_pages() -> None:
     with ExitStack() as readers:
-        for _ in range(AT_ONCE):
+        for _ in range(MAX_EXPORTS):
             readers.callback(_slow(3).close)
         late = _slow(3)
         assert (late.status_code, late["Retry-After"]) == (503, "30")

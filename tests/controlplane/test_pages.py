@@ -358,7 +358,7 @@ def test_the_ledger_names_what_was_lost(viewer: Client, job: Job) -> None:
 
     page = viewer.get(reverse("job", args=[job.id])).content.decode()
 
-    assert "not whole" in page
+    assert "incomplete" in page
     assert '<dd data-testid="ledger-lost">2</dd>' in page
 
 

@@ -14,7 +14,7 @@ from django.utils import timezone
 from playwright.sync_api import Browser, Page, Response, expect
 from pytest_django.live_server_helper import LiveServer
 
-from controlplane.dashboard.selectors.overview import KEEPER_ALIVE_KEY
+from controlplane import redis_keys
 from controlplane.fleet.models import Cluster
 from controlplane.incidents.models import Approval, Incident, PlaybookRun, PlaybookStep
 from controlplane.jobs.models import Job
@@ -267,7 +267,7 @@ def test_a_page_whose_polls_do_not_run_never_says_that_it_is_live(
 def test_what_automation_does_is_unknown_while_nobody_answers(
     page: Page, incident: Incident
 ) -> None:
-    redis.Redis.from_url(settings.REDIS_URL).delete(KEEPER_ALIVE_KEY)
+    redis.Redis.from_url(settings.REDIS_URL).delete(redis_keys.KEEPER_ALIVE)
     page.goto(f"/incidents/{incident.id}")
     told = page.get_by_test_id("automation")
     expect(told).to_have_text("Automation silent")

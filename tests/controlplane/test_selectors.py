@@ -19,10 +19,16 @@ from controlplane.dashboard.templatetags.drydock import (
     seconds,
 )
 from controlplane.fleet.selectors import fleet_of
-from controlplane.incidents.selectors import Ask, ask_of, deeds_of, failures_of, runs_of
+from controlplane.incidents.selectors import (
+    RequiredAction,
+    ask_of,
+    failures_of,
+    finished_steps_of,
+    runs_of,
+)
 from controlplane.jobs.durability import last_checkpoints, tiers_of
 from controlplane.jobs.models import Placement
-from controlplane.jobs.selectors import marks, sample_ledger, seats
+from controlplane.jobs.selectors import marks, sample_ledger, slots
 from tests.factories import (
     CheckpointFactory,
     FailureFactory,
@@ -47,7 +53,7 @@ def test_a_run_that_waits_for_a_person_comes_before_one_at_work() -> None:
         incident=incident, state="needs_operator", state_reason="Stuck.", title="Repair it"
     )
 
-    expected = Ask("decide", "“Repair it” waits for a person: Stuck.", waiting)
+    expected = RequiredAction("decide", "“Repair it” waits for a person: Stuck.", waiting)
     assert ask_of(incident, runs_of(incident)) == expected
 
 
@@ -99,7 +105,7 @@ def test_deeds_are_told_in_the_order_in_which_they_finished() -> None:
     PlaybookStepFactory(run=second, **early)
     PlaybookStepFactory(run=second, state="blocked", outcome="not yet")
 
-    assert [step.outcome for step in deeds_of(runs_of(incident))] == ["early", "late"]
+    assert [step.outcome for step in finished_steps_of(runs_of(incident))] == ["early", "late"]
 
 
 @pytest.mark.django_db
@@ -134,12 +140,12 @@ def test_of_a_seats_history_only_what_is_shown_is_read(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Placement, "from_db", counted)
 
-    (seat,) = seats(replica.job)
+    (slot,) = slots(replica.job)
 
-    assert seat.now == living
-    assert [stay.pid for stay in seat.before] == [*range(20)]
+    assert slot.now == living
+    assert [stay.pid for stay in slot.before] == [*range(20)]
     assert len(read) == 21
-    assert seat.now.node.get_deferred_fields() == {"report"}
+    assert slot.now.node.get_deferred_fields() == {"report"}
 
 
 @pytest.mark.django_db

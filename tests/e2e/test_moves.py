@@ -73,7 +73,9 @@ def test_a_person_moves_a_replica_on_the_jobs_page(
     after = _trains_on(api, before, eventually)
     assert after["replicas"][2]["node_id"] == target
     _assert_only_moved(api, product, before, after, 2)
-    expect(page.get_by_test_id("ledger")).to_contain_text("whole: every sample trained once")
+    expect(page.get_by_test_id("ledger")).to_contain_text(
+        "complete: every sample trained exactly once"
+    )
 
 
 def _trains_whole(api: Api, eventually: Eventually) -> Any:

@@ -1,4 +1,4 @@
-"""A job that lives as one, and is killed before its next edge, has saved by then what may be."""
+"""A job that restarts as a whole has saved what it can before it is killed."""
 
 from __future__ import annotations
 

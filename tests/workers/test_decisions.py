@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from controlplane.health.catalogue import catalogue
 from controlplane.health.choices import Action
-from workers import recovery, repair, spares, triage
+from workers import placement, recovery, triage
+from workers.repair_ladder import LADDER, Record, cards_named, choose_rung, diagnosis_passed
 from workers.triage.lines import Near
 
 XID_79 = (
@@ -94,7 +95,7 @@ def test_a_node_that_booted_anew_has_its_cards_reset_before_it_returns() -> None
     known = evidence(process_exited=True, exit_reason="reboot")
     cause = triage.cause_of_loss(known)
     assert isinstance(cause, triage.Cause)
-    choice = repair.choose_rung(cause.action, repair.Record(), limit=2, card_known=False)
+    choice = choose_rung(cause.action, Record(), limit=2, card_known=False)
     assert choice is not None
     assert choice.rung == "reset_gpu"
 
@@ -201,7 +202,7 @@ def test_every_action_of_the_rules_has_a_name_for_people() -> None:
 
 candidates = st.lists(
     st.builds(
-        spares.Candidate,
+        placement.Candidate,
         node_id=st.uuids().map(str),
         name=st.text("abc", min_size=1, max_size=3),
         rack=st.sampled_from(["r1", "r2", "r3"]),
@@ -214,61 +215,61 @@ candidates = st.lists(
 
 @given(candidates=candidates, racks=st.lists(st.sampled_from(["r1", "r2", "r3"]), max_size=8))
 def test_a_spare_is_taken_before_any_other_free_node(
-    candidates: list[spares.Candidate], racks: list[str]
+    candidates: list[placement.Candidate], racks: list[str]
 ) -> None:
-    choice = spares.choose_spare(candidates, racks)
+    choice = placement.choose_spare(candidates, racks)
     chosen = [c for c in candidates if choice is not None and c.node_id == choice.node_id]
     assert bool(chosen) == bool(candidates)
     assert [c.spare for c in chosen] == [any(c.spare for c in candidates)] * len(chosen)
 
 
-def a_spare(name: str, **known: Any) -> spares.Candidate:
-    return spares.Candidate(f"nod_{name}", name, known.pop("rack", "r1"), True, **known)
+def a_spare(name: str, **known: Any) -> placement.Candidate:
+    return placement.Candidate(f"nod_{name}", name, known.pop("rack", "r1"), True, **known)
 
 
 def test_cards_of_the_same_model_come_before_everything_else() -> None:
     other, same = a_spare("a", gpu_model="H100", gpus=8), a_spare("b", gpu_model="H200", gpus=8)
-    choice = spares.choose_spare([other, same], [], spares.Wanted("H200", 8, "r1"))
+    choice = placement.choose_spare([other, same], [], placement.Wanted("H200", 8, "r1"))
     assert choice is not None
     assert choice.name == "b"
 
 
 def test_a_node_with_too_few_cards_is_no_place() -> None:
-    wanted = spares.Wanted("H100", 8, "r1")
-    assert spares.choose_spare([a_spare("a", gpu_model="H100", gpus=7)], [], wanted) is None
+    wanted = placement.Wanted("H100", 8, "r1")
+    assert placement.choose_spare([a_spare("a", gpu_model="H100", gpus=7)], [], wanted) is None
 
 
 def test_among_equally_crowded_racks_the_replica_stays_near() -> None:
     far, near = a_spare("a", rack="r1"), a_spare("b", rack="r2")
-    choice = spares.choose_spare([far, near], ["r1", "r2"], spares.Wanted(rack="r2"))
+    choice = placement.choose_spare([far, near], ["r1", "r2"], placement.Wanted(rack="r2"))
     assert choice is not None
     assert choice.name == "b"
 
 
 @given(candidates=candidates, count=st.integers(0, 8))
 def test_a_starting_job_gets_distinct_nodes_and_spares_last(
-    candidates: list[spares.Candidate], count: int
+    candidates: list[placement.Candidate], count: int
 ) -> None:
-    chosen = spares.choose_nodes(candidates, count)
+    chosen = placement.choose_nodes(candidates, count)
     common = [c for c in candidates if not c.spare]
     assert len({c.node_id for c in chosen}) == len(chosen) == min(count, len(candidates))
     assert sum(c.spare for c in chosen) == max(0, len(chosen) - len(common))
 
 
 def test_the_nodes_of_one_replica_are_in_as_few_racks_as_possible() -> None:
-    def free(name: str, rack: str, *, spare: bool = False) -> spares.Candidate:
-        return spares.Candidate(f"nod_{name}", name, rack, spare)
+    def free(name: str, rack: str, *, spare: bool = False) -> placement.Candidate:
+        return placement.Candidate(f"nod_{name}", name, rack, spare)
 
     nodes = [free("a", "r1"), free("b", "r2"), free("c", "r2"), free("d", "r1", spare=True)]
 
-    assert [c.name for c in spares.choose_near(nodes, 3)] == ["b", "c", "a"]
-    assert [c.name for c in spares.choose_near(nodes, 9)] == ["b", "c", "a", "d"]
+    assert [c.name for c in placement.choose_near(nodes, 3)] == ["b", "c", "a"]
+    assert [c.name for c in placement.choose_near(nodes, 9)] == ["b", "c", "a", "d"]
 
 
 def situation(**changes: object) -> recovery.Situation:
     fields: dict[str, object] = {
         "node_fit": True,
-        "spare": spares.Choice("nod_1", "n1", "free"),
+        "spare": placement.Choice("nod_1", "n1", "free"),
         "survivors": 3,
         "replicas": 4,
         "gpus_per_replica": 8,
@@ -332,7 +333,7 @@ def test_a_job_that_saved_nothing_makes_all_again_wherever_it_goes() -> None:
 def test_every_option_is_shown_and_the_cheapest_possible_one_is_taken(
     fit: bool, spare: bool, start: float
 ) -> None:
-    choice = spares.Choice("nod_1", "n1", "free") if spare else None
+    choice = placement.Choice("nod_1", "n1", "free") if spare else None
     decision = recovery.decide(situation(node_fit=fit, spare=choice, start_s=start))
     priced = {o.strategy: o.gpu_seconds for o in decision.options if o.gpu_seconds is not None}
     assert {o.strategy for o in decision.options} == {"in_place", "on_spare", "wait"}
@@ -357,7 +358,7 @@ def test_every_option_is_shown_and_the_cheapest_possible_one_is_taken(
 def test_the_ladder_is_climbed_from_where_the_failure_begins(
     action: str, record: dict[str, Any], rung: str
 ) -> None:
-    choice = repair.choose_rung(action, repair.Record(**record), limit=2, card_known=True)
+    choice = choose_rung(action, Record(**record), limit=2, card_known=True)
     assert choice is not None
     assert choice.rung == rung
 
@@ -379,50 +380,44 @@ def test_the_ladder_is_climbed_from_where_the_failure_begins(
 def test_a_node_with_the_field_diagnostic_has_a_rung_more(
     action: str, record: dict[str, Any], rung: str
 ) -> None:
-    choice = repair.choose_rung(
-        action, repair.Record(**record), limit=2, card_known=True, can_examine=True
-    )
+    choice = choose_rung(action, Record(**record), limit=2, card_known=True, can_examine=True)
     assert choice is not None
     assert choice.rung == rung
 
 
 def test_without_a_card_to_blame_there_is_nothing_to_examine() -> None:
-    used_up = repair.Record({"power_cycle": 2})
+    used_up = Record({"power_cycle": 2})
     for action in ("power_cycle", "field_diagnostic"):
-        assert (
-            repair.choose_rung(action, used_up, limit=2, card_known=False, can_examine=True) is None
-        )
+        assert choose_rung(action, used_up, limit=2, card_known=False, can_examine=True) is None
 
 
 def test_a_rung_that_did_not_help_is_not_taken_again_in_the_same_repair() -> None:
-    choice = repair.choose_rung(
-        "reset_gpu", repair.Record(), limit=2, card_known=True, not_below="reboot"
-    )
+    choice = choose_rung("reset_gpu", Record(), limit=2, card_known=True, not_below="reboot")
     assert choice is not None
     assert choice.rung == "reboot"
 
 
 @pytest.mark.parametrize("action", ["contact_vendor", "field_diagnostic", "check_mechanicals"])
 def test_what_only_people_can_do_is_left_to_them(action: str) -> None:
-    assert repair.choose_rung(action, repair.Record(), limit=2, card_known=True) is None
+    assert choose_rung(action, Record(), limit=2, card_known=True) is None
 
 
 def test_without_a_card_to_blame_nothing_goes_to_the_vendor() -> None:
-    record = repair.Record(in_vain=frozenset({"reboot"}))
-    assert repair.choose_rung("reboot", record, limit=2, card_known=False) is None
+    record = Record(in_vain=frozenset({"reboot"}))
+    assert choose_rung("reboot", record, limit=2, card_known=False) is None
 
 
 @given(
     action=st.sampled_from(sorted(triage.NODE_REPAIRS)),
-    attempts=st.dictionaries(st.sampled_from(repair.LADDER), st.integers(0, 4)),
-    in_vain=st.frozensets(st.sampled_from(repair.LADDER)),
+    attempts=st.dictionaries(st.sampled_from(LADDER), st.integers(0, 4)),
+    in_vain=st.frozensets(st.sampled_from(LADDER)),
     can_examine=st.booleans(),
 )
 def test_a_rung_that_is_used_up_is_never_chosen(
     action: str, attempts: dict[str, int], in_vain: frozenset[str], can_examine: bool
 ) -> None:
-    record = repair.Record(attempts, in_vain)
-    choice = repair.choose_rung(action, record, limit=2, card_known=True, can_examine=can_examine)
+    record = Record(attempts, in_vain)
+    choice = choose_rung(action, record, limit=2, card_known=True, can_examine=can_examine)
     assert choice is not None
     assert choice.rung == "rma" or (attempts.get(choice.rung, 0) < 2 and choice.rung not in in_vain)
 
@@ -444,7 +439,7 @@ def test_a_diagnostic_names_cards_by_either_of_their_names(detail: str, named: s
         {"name": "a", "outcome": "failed", "detail": detail},
         {"name": "b", "outcome": "passed", "detail": "GPU-c"},
     ]
-    assert repair.cards_named({"tests": tests}, CARDS) == named
+    assert cards_named({"tests": tests}, CARDS) == named
 
 
 def test_a_node_whose_cards_want_a_reset_gives_its_replica_to_a_spare() -> None:
@@ -465,7 +460,7 @@ def test_a_node_whose_cards_want_a_reset_gives_its_replica_to_a_spare() -> None:
 def test_only_tests_that_really_passed_let_a_node_return(
     output: dict[str, object], passed: bool
 ) -> None:
-    assert repair.diagnosis_passed(output)[0] is passed
+    assert diagnosis_passed(output)[0] is passed
 
 
 def test_a_program_that_was_hit_is_given_a_moment_to_end() -> None:

@@ -21,8 +21,8 @@ from tests.factories import (
 )
 from tests.workers.world import World
 from workers import intake
+from workers.signal_triage import verdict_of
 from workers.triage import LineVerdict, condemns_node
-from workers.verdicts import verdict_of
 
 pytestmark = pytest.mark.django_db
 

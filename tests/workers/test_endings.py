@@ -16,10 +16,10 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.actions.ending import AGAIN, end_job
+from controlplane.incidents.actions.job_end import RESEND_AFTER, end_job
 from controlplane.incidents.choices import IncidentState, RunState, Severity
 from controlplane.incidents.models import Incident, PlaybookRun
-from controlplane.incidents.moves import SAVE_S
+from controlplane.incidents.move_plans import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import LEFT, Directive, Job, Placement
@@ -52,12 +52,12 @@ def test_a_rank_that_never_trained_is_in_no_loop_to_leave(world: World) -> None:
     Placement.objects.update(state=PlacementState.STARTING, joined_at=None)
     end_job(PERSON, world.job.pk, "enough")
 
-    assert incidents.finish_endings() == 2
+    assert incidents.finish_ending_jobs() == 2
     assert {one.placement for one in commands("stop_process")} == {  # type: ignore[union-attr]
         one.pk for one in world.placements
     }
     answer("stop_process", stopped=True)  # nothing had been started
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert job_state() == JobState.STOPPED
 
@@ -69,9 +69,9 @@ def test_a_rank_that_had_died_before_has_left(world: World) -> None:
     jobs.end_placement(SYSTEM, world.placements[0].pk, "left", free_node=True)
     assert job_state() == JobState.STOPPING
 
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     answer("stop_process", stopped=True)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert job_state() == JobState.STOPPED
 
@@ -84,14 +84,14 @@ def told_to_end_long_ago(world: World) -> None:
 def test_what_stands_still_and_hears_of_no_end_is_told_by_its_agent(world: World) -> None:
     told_to_end_long_ago(world)
 
-    assert incidents.finish_endings() == 2
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 2
+    assert incidents.finish_ending_jobs() == 0
     orders = {wire.StopProcess(placement=one.pk, grace_s=SAVE_S) for one in world.placements}
     assert set(commands("stop_process")) == orders
     for order in Command.objects.all():  # so long it may save still
         assert order.expires_at > timezone.now() + timedelta(seconds=SAVE_S)
     answer("stop_process", stopped=True)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert job_state() == JobState.STOPPED
     assert {state(one.node)[0] for one in world.placements} == {NodeState.AVAILABLE}
@@ -100,14 +100,14 @@ def test_what_stands_still_and_hears_of_no_end_is_told_by_its_agent(world: World
 def test_what_trains_has_the_time_to_hear_of_the_end_and_to_save(world: World) -> None:
     end_job(PERSON, world.job.pk, "enough")
 
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 0
 
 
 def test_a_job_of_which_nothing_is_left_is_over_whoever_saw_it_first(world: World) -> None:
     end_job(PERSON, world.job.pk, "enough")
     Placement.objects.update(state=PlacementState.ENDED)  # two at once, and neither saw both
 
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert job_state() == JobState.STOPPED
 
@@ -237,20 +237,20 @@ def test_its_node_is_free_though_its_farewell_and_its_end_came_at_once(world: Wo
     world.exits(left, exit_code=0)
     Signal.objects.update(triaged_at=timezone.now())  # by a worker that saw no farewell
 
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert state(left.node) == (NodeState.AVAILABLE, False)
 
 
 def test_what_hangs_after_its_farewell_is_killed(world: World) -> None:
     left = leaves(world)
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 0
     long_since()
 
-    assert incidents.finish_endings() == 1
+    assert incidents.finish_ending_jobs() == 1
     assert commands("stop_process") == [wire.StopProcess(placement=left.pk, grace_s=0)]
     answer("stop_process", stopped=True)  # as an agent says that knows of no such process
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     assert state(left.node) == (NodeState.AVAILABLE, False)
 
 
@@ -258,22 +258,22 @@ def test_a_silent_node_is_told_to_kill_it_once_it_is_heard(world: World) -> None
     left = leaves(world)
     world.silence(left.node)
     long_since()
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 0
 
     world.hear(left.node)
-    assert incidents.finish_endings() == 1
+    assert incidents.finish_ending_jobs() == 1
 
 
 def test_a_node_that_cannot_kill_it_is_repaired(world: World) -> None:
     left = leaves(world)
     long_since()
     for _ in range(2):
-        incidents.finish_endings()
+        incidents.finish_ending_jobs()
         assert not Incident.objects.exists()
         answer("stop_process", "failed")
-        Command.objects.update(created_at=timezone.now() - 2 * AGAIN)
+        Command.objects.update(created_at=timezone.now() - 2 * RESEND_AFTER)
 
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     title = f"{left.node.name} cannot end a process of {world.job.name}"
     assert Incident.objects.get().title == title
@@ -316,9 +316,9 @@ def test_what_a_job_that_ends_itself_had_lost_before_is_not_brought_back(world: 
     told_by(world.placements[0], farewell("stop wanted", "over"))
 
     stopping = job_state()
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     answer("stop_process", stopped=True)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     drain()
 
     assert (stopping, job_state()) == (JobState.STOPPING, JobState.STOPPED)
@@ -345,9 +345,9 @@ def test_what_waits_to_be_brought_back_when_its_job_ends_takes_no_node(world: Wo
     Node.objects.update(hold_reason="")
     drain()
     waiting = run_of("replica-lost").state
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     answer("stop_process", stopped=True)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     drain()
 
     assert commands("start_rank") == []
@@ -431,7 +431,7 @@ def test_one_whose_machine_went_down_with_it_is_brought_back_too(training: World
 def test_one_that_lingers_is_ended_and_brought_back_elsewhere(training: World) -> None:
     left = is_sent_away(training)
     long_since()
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert comes_back(training).node_id != left.node_id
 
@@ -524,7 +524,7 @@ def test_an_incident_that_waits_for_a_person_outlives_its_job(world: World) -> N
     )  # fmt: skip
     for placement in world.placements:
         told_by(placement, farewell("all steps done", "over"))
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert Incident.objects.get(pk=repair.pk).state == IncidentState.OPEN
 

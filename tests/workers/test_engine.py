@@ -21,10 +21,10 @@ from tests.factories import ClusterFactory, IncidentFactory, NodeFactory, Playbo
 from workers import engine
 from workers.playbooks import PLAYBOOKS
 from workers.playbooks.base import (
-    Ask,
-    Back,
     Done,
     End,
+    GoTo,
+    NeedsOperator,
     Outcome,
     Playbook,
     Skip,
@@ -50,7 +50,7 @@ def act(ctx: StepContext) -> Outcome:
     return answer
 
 
-def moot(ctx: StepContext) -> str:
+def obsolete_reason(ctx: StepContext) -> str:
     answers = moot_script.get(ctx.step.key, [])
     answer = answers.pop(0) if answers else ""
     if isinstance(answer, Exception):
@@ -66,7 +66,7 @@ def definition(key: str, *, disruptive: bool = False) -> StepDefinition:
         effect=Effect.IDEMPOTENT,
         prose="by hand",
         disruptive=disruptive,
-        moot=moot,
+        obsolete_reason=obsolete_reason,
         timeout_s=60,
     )
 
@@ -117,7 +117,7 @@ def due_now(run: PlaybookRun) -> None:
 
 def looks(run: PlaybookRun, outcome: Outcome, *, news: bool = True, late: bool = False) -> None:
     """The first step comes to this, and hears something while it does; `late`: past its time."""
-    engine.unfold_runs()
+    engine.create_steps()
     step = engine.claim("test")
     assert step is not None
     if late:
@@ -131,7 +131,7 @@ def merged_meanwhile(
     run: PlaybookRun, outcome: Outcome, *, effect: Effect = Effect.IDEMPOTENT
 ) -> None:
     """The first step comes to this while its incident is merged into another."""
-    engine.unfold_runs()
+    engine.create_steps()
     run.steps.update(effect=effect)
     step = engine.claim("test")
     assert step is not None
@@ -182,7 +182,7 @@ class TestOneWorker:
 
     def test_news_that_comes_while_a_step_is_at_work_is_not_missed(self) -> None:
         run = request()
-        engine.unfold_runs()
+        engine.create_steps()
         step = engine.claim("test")
         assert step is not None
         engine.wake(f"node/{run.node_id}")
@@ -196,7 +196,7 @@ class TestOneWorker:
         run = request()
         applied: list[str] = []
         script["three"] = [End(text="first look", apply=lambda: applied.append("first look"))]
-        engine.unfold_runs()
+        engine.create_steps()
         engine.take_step("test")
         engine.take_step("test")
         step = engine.claim("test")
@@ -213,7 +213,7 @@ class TestOneWorker:
     def test_a_step_asks_nobody_what_it_was_told_meanwhile(self) -> None:
         run = request()
         applied: list[str] = []
-        asks = Ask(text="is it gone?", apply=lambda: applied.append("asked"))
+        asks = NeedsOperator(text="is it gone?", apply=lambda: applied.append("asked"))
         looks(run, asks)
         assert (steps(run)["one"], applied) == (StepState.WAITING, [])
         drain()
@@ -222,7 +222,7 @@ class TestOneWorker:
 
     def test_a_step_that_asks_was_told_nothing_new(self) -> None:
         run = request()
-        looks(run, Ask(text="is it gone?"), news=False)
+        looks(run, NeedsOperator(text="is it gone?"), news=False)
         run.refresh_from_db()
         assert (run.state, run.state_reason) == (RunState.NEEDS_OPERATOR, "is it gone?")
 
@@ -241,7 +241,7 @@ class TestOneWorker:
     @pytest.mark.parametrize(
         ("outcome", "late", "reason"),
         [
-            (Ask(text="is it gone?"), False, "is it gone?"),
+            (NeedsOperator(text="is it gone?"), False, "is it gone?"),
             (Wait(text="nothing heard"), True, "nothing heard"),
         ],
     )
@@ -258,15 +258,18 @@ class TestOneWorker:
     def test_a_step_that_must_not_be_done_twice_asks_whatever_it_was_told(self) -> None:
         """It may ask because it cannot tell what it has done."""
         run = request()
-        engine.unfold_runs()
+        engine.create_steps()
         run.steps.update(effect=Effect.NON_REPEATABLE)
-        looks(run, Ask(text="was it restarted?"))
+        looks(run, NeedsOperator(text="was it restarted?"))
         run.refresh_from_db()
         assert run.state == RunState.NEEDS_OPERATOR
 
     @pytest.mark.parametrize(
         ("outcome", "state"),
-        [(Done(text="restarted"), StepState.DONE), (Ask(text="was it?"), StepState.NEEDS_OPERATOR)],
+        [
+            (Done(text="restarted"), StepState.DONE),
+            (NeedsOperator(text="was it?"), StepState.NEEDS_OPERATOR),
+        ],
     )
     def test_what_a_step_did_stands_whatever_became_of_its_incident(
         self, outcome: Outcome, state: StepState
@@ -285,7 +288,7 @@ class TestOneWorker:
     @pytest.mark.parametrize(
         ("outcome", "attempts"),
         [
-            (Ask(text="no answer", apply=lambda: None), 2),
+            (NeedsOperator(text="no answer", apply=lambda: None), 2),
             (Wait(text="about to", apply=lambda: None), 1),
         ],
     )
@@ -305,7 +308,7 @@ class TestOneWorker:
 
     def test_going_back_runs_the_steps_between_again(self) -> None:
         run = request()
-        script["three"] = [Back(to="one", text="it was lost again")]
+        script["three"] = [GoTo(to="one", text="it was lost again")]
         drain()
         run.refresh_from_db()
         assert acted == ["one", "two", "three", "one", "two", "three"]
@@ -313,14 +316,14 @@ class TestOneWorker:
 
     def test_a_run_that_goes_back_for_ever_asks_for_a_person(self) -> None:
         run = request()
-        script["three"] = [Back(to="one", text="again")] * 20
+        script["three"] = [GoTo(to="one", text="again")] * 20
         drain()
         run.refresh_from_db()
         assert run.state == RunState.NEEDS_OPERATOR
 
     def test_going_back_for_each_of_many_nodes_is_not_for_ever(self) -> None:
         run = request()
-        script["three"] = [Back(to="one", node_id=f"nod_{n}", text="silent") for n in range(9)]
+        script["three"] = [GoTo(to="one", node_id=f"nod_{n}", text="silent") for n in range(9)]
         drain()
         run.refresh_from_db()
         assert run.state == RunState.SUCCEEDED
@@ -328,7 +331,7 @@ class TestOneWorker:
 
     def test_going_back_for_the_same_node_for_ever_asks_for_a_person(self) -> None:
         run = request()
-        script["three"] = [Back(to="one", node_id="nod_1", text="silent")] * 20
+        script["three"] = [GoTo(to="one", node_id="nod_1", text="silent")] * 20
         drain()
         run.refresh_from_db()
         assert run.state == RunState.NEEDS_OPERATOR
@@ -336,8 +339,8 @@ class TestOneWorker:
 
     def test_the_rounds_count_from_a_person_s_word_whatever_nodes_there_were(self) -> None:
         run = request()
-        nodes = [Back(to="one", node_id=f"nod_{n}", text="silent") for n in range(3)]
-        script["three"] = [*nodes, *[Back(to="one", text="again")] * 20]
+        nodes = [GoTo(to="one", node_id=f"nod_{n}", text="silent") for n in range(3)]
+        script["three"] = [*nodes, *[GoTo(to="one", text="again")] * 20]
         drain()
         acted.clear()
         incidents.retry_run(PERSON, run.pk, "try again")
@@ -376,7 +379,7 @@ class TestOneWorker:
 
     def test_a_person_lets_it_try_again(self) -> None:
         run = request()
-        script["one"] = [Ask(text="may I?")]
+        script["one"] = [NeedsOperator(text="may I?")]
         drain()
         incidents.retry_run(PERSON, run.pk, "yes")
         drain()
@@ -402,7 +405,7 @@ class TestOneWorker:
     def test_a_step_that_waits_too_long_asks_for_a_person(self) -> None:
         run = request()
         script["one"] = [Wait(text="nothing heard", wake_s=0)] * 2
-        engine.unfold_runs()
+        engine.create_steps()
         engine.take_step("test")
         run.steps.filter(key="one").update(started_at=timezone.now() - timedelta(hours=1))
         drain()
@@ -423,7 +426,7 @@ class TestOneWorker:
 class TestDeathAndFencing:
     def test_a_step_whose_worker_died_is_taken_by_another(self) -> None:
         run = request()
-        engine.unfold_runs()
+        engine.create_steps()
         assert engine.claim("dead") is not None
         assert engine.release_expired(timezone.now() + timedelta(hours=1)) == 1
         drain()
@@ -433,16 +436,16 @@ class TestDeathAndFencing:
 
     def test_the_late_outcome_of_a_worker_that_lost_its_lease_is_dropped(self) -> None:
         run = request()
-        engine.unfold_runs()
+        engine.create_steps()
         late = engine.claim("slow")
         assert late is not None
         engine.release_expired(timezone.now() + timedelta(hours=1))
-        engine._apply(late, Ask(text="too late"))
+        engine._apply(late, NeedsOperator(text="too late"))
         assert steps(run)["one"] == StepState.READY
 
     def test_an_outcome_of_a_cancelled_run_is_dropped(self) -> None:
         run = request()
-        engine.unfold_runs()
+        engine.create_steps()
         step = engine.claim("test")
         assert step is not None
         incidents.cancel_run(PERSON, run.pk, "enough")

@@ -122,7 +122,7 @@ def test_a_card_that_passes_the_field_diagnostic_returns_and_the_next_time_goes_
     drain()
     node.refresh_from_db()
     assert node.state == NodeState.RMA
-    assert "it came again after a field diagnostic" in RmaCase.objects.get().reason
+    assert "the failure came again after a field diagnostic" in RmaCase.objects.get().reason
     assert len(orders_to_examine()) == 1
 
 

@@ -46,7 +46,7 @@ from tests.factories import (
 )
 from workers import engine
 from workers.playbooks import PLAYBOOKS
-from workers.playbooks.base import Back, Done, Outcome, Playbook, StepContext, StepDefinition, Wait
+from workers.playbooks.base import Done, GoTo, Outcome, Playbook, StepContext, StepDefinition, Wait
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")
@@ -60,7 +60,7 @@ def act(ctx: StepContext) -> Outcome:
     acted.append(ctx.step.key)
     if goes_back and ctx.step.key == "second":
         goes_back.clear()
-        return Back(to="first", text="it did not help")
+        return GoTo(to="first", text="it did not help")
     if waits:
         return Wait(text=waits.pop(), wake_s=60)
     return Done(text="done")
@@ -1022,7 +1022,7 @@ def test_switching_to_automatic_lets_a_waiting_run_go(cluster: Cluster) -> None:
 
 def test_a_paused_run_takes_no_step_until_it_is_let_go_on(cluster: Cluster) -> None:
     run = request(cluster)
-    engine.unfold_runs()
+    engine.create_steps()
     incidents.pause_run(PERSON, run.pk, "wait a moment")
     assert drain(run).state == RunState.PAUSED
     assert acted == []

@@ -334,7 +334,7 @@ def test_a_restart_that_is_tried_again_after_its_time_is_done_once(world: World)
 
 def test_a_repair_that_becomes_a_dry_run_gives_its_share_back(world: World) -> None:
     repair(world, world.spares[0], action=Action.RESET_GPU, code="xid-95")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     engine.take_step("test")
     incidents.set_mode(PERSON, world.cluster.pk, "repair-node", Mode.DRY_RUN, "wait")
@@ -553,7 +553,7 @@ def test_a_pause_is_not_undone_by_a_worker_that_was_about_to_look(world: World) 
 def about_to_quarantine(world: World, node: Node) -> PlaybookStep:
     """The step of a repair that quarantines its node next, which holds nothing."""
     run = repair(world, node, action=Action.RESET_GPU, code="xid-95")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     return run.steps.get(key="quarantine", state=StepState.READY)
 

@@ -11,10 +11,10 @@ from controlplane.errors import Conflict
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Node
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.actions.ending import end_job
+from controlplane.incidents.actions.job_end import end_job
 from controlplane.incidents.choices import ApprovalState, IncidentState, Mode, RunState
 from controlplane.incidents.models import Approval, Incident
-from controlplane.incidents.selectors import ask_of, runs_of, to_bring_back
+from controlplane.incidents.selectors import ask_of, restartable_losses, runs_of
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
 from tests.factories import InterruptionFactory, PlacementFactory, ReplicaFactory
@@ -233,7 +233,7 @@ def test_what_came_back_and_was_lost_again_meanwhile_is_not_taken_for_training(
     incident = Incident.objects.get()
 
     assert incident.unresolved
-    assert [run.context["replica"] for run in to_bring_back(runs_of(incident))] == [1]
+    assert [run.context["replica"] for run in restartable_losses(runs_of(incident))] == [1]
 
 
 def test_it_ends_once_the_same_process_is_let_in_again(world: World) -> None:

@@ -19,6 +19,7 @@ from django.db import InterfaceError, OperationalError, connection, transaction
 from django.utils import timezone
 from pytest_django import Settings
 
+from controlplane import redis_keys
 from controlplane.accounts.choices import ActorKind
 from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.fleet import actions as fleet
@@ -42,9 +43,9 @@ from tests.factories import (
     PlaybookRunFactory,
     ProgressSampleFactory,
 )
-from workers import engine, intake, keeper, sensors
+from workers import engine, intake, keeper, sensor_signals
+from workers.keeper_http import Pulse
 from workers.playbooks import node_steps, site_silent
-from workers.pulse import Pulse
 
 pytestmark = pytest.mark.django_db
 
@@ -54,7 +55,7 @@ def beats() -> Iterator[redis.Redis]:
     client = redis.Redis.from_url(settings.REDIS_URL)
     ingest_says(client, at=time.time() + 3600.0)
     yield client
-    client.delete(keeper.BEATS_KEY, keeper.INGEST_ALIVE_KEY)
+    client.delete(redis_keys.BEATS, redis_keys.INGEST_ALIVE)
 
 
 @pytest.fixture
@@ -64,12 +65,12 @@ def memory() -> keeper.Memory:
 
 
 def ingest_says(client: redis.Redis, at: float, since: float = 0.0) -> None:
-    client.set(keeper.INGEST_ALIVE_KEY, json.dumps({"at": at, "since": since}))
+    client.set(redis_keys.INGEST_ALIVE, json.dumps({"at": at, "since": since}))
 
 
 def beat(client: redis.Redis, node: Node, received_at: float) -> None:
     content = {"boot_id": node.boot_id, "received_at": received_at, "seq": 1}
-    client.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+    client.hset(redis_keys.BEATS, node.pk, json.dumps(content))
 
 
 def silent_node() -> Node:
@@ -159,7 +160,7 @@ def test_a_node_that_fell_silent_while_it_drained_is_looked_at_once_that_is_call
     node = silent_node()
     person = Actor(ActorKind.USER, "1")
     drain = incidents.order_node(person, node.pk, "drain", "new cables")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     keep_on(beats, memory)
     told = lease_signals()
@@ -228,7 +229,7 @@ def test_a_node_that_is_let_go_and_seen_to_is_left_to_whoever_does(
 def test_a_node_that_is_let_go_is_not_missed_before_ingest_hears(
     beats: redis.Redis, memory: keeper.Memory, forgotten: Node
 ) -> None:
-    beats.delete(keeper.INGEST_ALIVE_KEY)
+    beats.delete(redis_keys.INGEST_ALIVE)
     keeper.keep(beats, memory)
 
     assert lease_signals() == 1
@@ -329,7 +330,7 @@ def test_a_lost_node_that_beats_again_is_reachable(
 
 def test_nobody_is_lost_while_ingest_is_away(beats: redis.Redis, memory: keeper.Memory) -> None:
     silent_node()
-    beats.delete(keeper.INGEST_ALIVE_KEY)
+    beats.delete(redis_keys.INGEST_ALIVE)
     keeper.keep(beats, memory)
     assert lease_signals() == 0
     assert memory.grace_until > time.monotonic()
@@ -369,7 +370,7 @@ def test_an_order_does_not_expire_before_its_answer_could_arrive(beats: redis.Re
 
 def test_no_order_expires_while_ingest_is_away(beats: redis.Redis, memory: keeper.Memory) -> None:
     order = overdue_order()
-    beats.delete(keeper.INGEST_ALIVE_KEY)
+    beats.delete(redis_keys.INGEST_ALIVE)
     keeper.keep(beats, memory)
     order.refresh_from_db()
     assert order.state == CommandState.QUEUED
@@ -437,21 +438,21 @@ def test_a_beat_of_a_node_that_nobody_knows_is_ignored(
     beats: redis.Redis, memory: keeper.Memory
 ) -> None:
     content = {"boot_id": "b", "received_at": time.time(), "seq": 1}
-    beats.hset(keeper.BEATS_KEY, "nod_stranger", json.dumps(content))
+    beats.hset(redis_keys.BEATS, "nod_stranger", json.dumps(content))
     keeper.keep(beats, memory)
     assert not Lease.objects.filter(pk="nod_stranger").exists()
 
 
 def read(client: redis.Redis, node: Node, at: float, card: dict[str, object]) -> None:
     content = {"boot_id": node.boot_id, "received_at": at, "seq": 1, "readings": [card]}
-    client.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+    client.hset(redis_keys.BEATS, node.pk, json.dumps(content))
 
 
 def read_ports(
     client: redis.Redis, node: Node, at: float, ports: Sequence[Mapping[str, object]]
 ) -> None:
     content = {"boot_id": node.boot_id, "received_at": at, "seq": 1, "ports": ports}
-    client.hset(keeper.BEATS_KEY, node.pk, json.dumps(content))
+    client.hset(redis_keys.BEATS, node.pk, json.dumps(content))
 
 
 def test_a_card_whose_corrected_errors_accelerate_is_a_signal_once(
@@ -595,7 +596,7 @@ def test_what_a_card_says_of_itself_is_told_of_each_node_that_it_sits_in(
     now = time.time()
     read(beats, before, now, {"uuid": card.uuid, "remap_failed": 1})
     keeper.keep(beats, memory)
-    beats.delete(keeper.BEATS_KEY)
+    beats.delete(redis_keys.BEATS)
     Gpu.objects.filter(pk=card.pk).update(node=after)
     for second in (1, 2):
         read(beats, after, now + second, {"uuid": card.uuid, "remap_failed": 1})
@@ -614,7 +615,7 @@ def test_a_card_s_best_in_another_chassis_says_nothing(
     now = time.time()
     read(beats, before, now, {"uuid": card.uuid, "nvlink_mb_s": 480_000})
     keeper.keep(beats, memory)
-    beats.delete(keeper.BEATS_KEY)
+    beats.delete(redis_keys.BEATS)
     Gpu.objects.filter(pk=card.pk).update(node=after)
     for second in range(1, 9):
         read(beats, after, now + second, {"uuid": card.uuid, "nvlink_mb_s": 240_000})
@@ -746,7 +747,7 @@ def test_a_card_of_which_nothing_could_be_looked_up_is_met_in_the_next_pass(
     sick = {"uuid": GpuFactory(node=node).uuid, "remap_failed": 1}
     now = time.time()
     read(beats, node, now, sick)
-    with patch.object(sensors, "_told_before", broken_deadlock):
+    with patch.object(sensor_signals, "_told_before", broken_deadlock):
         keeper.keep(beats, memory)
     read(beats, node, now + 1, sick)
 
@@ -827,7 +828,7 @@ def test_a_session_that_is_lost_over_a_finding_ends_the_pass(
     read(beats, node, time.time(), sick)
 
     with (
-        patch.object(sensors, "record_signal", stands_still),
+        patch.object(sensor_signals, "record_signal", stands_still),
         pytest.raises(InterfaceError, match="session was lost"),
     ):
         keeper.keep(beats, memory)

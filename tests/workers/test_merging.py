@@ -220,7 +220,7 @@ class Crowd:
 def test_one_job_s_crash_over_77_nodes_is_one_incident_and_no_node_is_drained() -> None:
     crowd = Crowd(77)
     crowd.crash()
-    while intake.triage_signals() + engine.unfold_runs():
+    while intake.triage_signals() + engine.create_steps():
         pass
     for _ in range(4 * 77):  # whatever waits for its node is not waited for
         engine.take_step("test")

@@ -17,7 +17,7 @@ from controlplane.fleet.models import Node
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import Incident, PlaybookStep
-from controlplane.incidents.moves import plan_move, plan_of_move
+from controlplane.incidents.move_plans import plan_move, plan_of_move
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica

@@ -11,10 +11,10 @@ from django.utils import timezone
 
 from controlplane.fleet.choices import NodeState
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.actions.ending import end_job
+from controlplane.incidents.actions.job_end import end_job
 from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
-from controlplane.incidents.moves import SAVE_S
+from controlplane.incidents.move_plans import SAVE_S
 from controlplane.jobs.choices import PlacementState, ReplicaState
 from controlplane.jobs.models import Placement, Replica
 from node_agent import wire
@@ -211,12 +211,12 @@ def test_what_was_replaced_is_ended_though_its_move_is_cancelled(world: World) -
     standby, old = move(world), world.placements[1]
     told_by(world.placements[0], regrouped(entered=[standby.pk]))
     incidents.cancel_run(PERSON, run_of("move-replica").pk, "no")
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     leaving = state(old.node)
     Placement.objects.update(ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     answer("stop_process", stopped=True)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert commands("stop_process") == [wire.StopProcess(placement=old.pk, grace_s=0)]
     assert leaving == (NodeState.ALLOCATED, False)

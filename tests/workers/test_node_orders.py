@@ -327,7 +327,7 @@ def test_what_is_started_after_the_order_to_kill_is_killed_too(world: World) -> 
 def test_a_node_that_is_given_work_in_that_very_moment_is_not_taken_out_yet(world: World) -> None:
     node = world.spares[0]
     run = incidents.order_node(PERSON, node.pk, "quarantine", "because")
-    engine.unfold_runs()
+    engine.create_steps()
     outcome = quarantine(StepContext(run.steps.get(key="quarantine")))
     Placement.objects.filter(pk=world.placements[1].pk).update(node=node)
 
@@ -343,7 +343,7 @@ def test_a_node_that_is_given_work_in_that_very_moment_is_not_taken_out_yet(worl
 def test_a_node_whose_drain_is_called_off_goes_on_with_its_work(world: World, state: str) -> None:
     node = world.placements[1].node
     run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     before = (state_of(node), node.drained_by)
     deadline = {"draining": node.state_deadline, "drain_failed": None}[state]
@@ -362,7 +362,7 @@ def test_an_idle_node_whose_drain_is_called_off_is_what_it_was(world: World, bef
     node = world.spares[0]
     Node.objects.filter(pk=node.pk).update(state=before, drained_by="slurm")
     run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     incidents.call_off(PERSON, run.pk, "the cables did not come")
 
@@ -377,7 +377,7 @@ def test_a_second_drain_of_one_that_failed_leaves_no_name_once_called_off(
     node = world.spares[0]
     Node.objects.filter(pk=node.pk).update(state="drain_failed", drained_by=failed)
     run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     incidents.call_off(PERSON, run.pk, "the cables did not come")
 
@@ -388,7 +388,7 @@ def test_a_drain_of_ones_own_is_not_found_again_once_called_off(world: World) ->
     node = world.spares[0]
     Node.objects.filter(pk=node.pk).update(drained_by="user/1")
     run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     incidents.call_off(PERSON, run.pk, "the cables did not come")
 
@@ -397,7 +397,7 @@ def test_a_drain_of_ones_own_is_not_found_again_once_called_off(world: World) ->
 
 def begun_to_drain(node: Node) -> PlaybookRun:
     run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     assert state_of(node) == NodeState.DRAINING
     return run
@@ -486,7 +486,7 @@ def test_a_graver_word_that_came_while_its_node_drained_is_acted_on_once_that_is
 def to_be_emptied(node: Node) -> PlaybookRun:
     """A drain whose next step is to empty its node."""
     run = incidents.order_node(PERSON, node.pk, "drain", "new cables")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     engine.take_step("test")
     assert run.steps.get(key="quarantine").state == StepState.READY
@@ -532,7 +532,7 @@ def test_a_node_whose_replica_has_moved_away_is_free_once_its_process_has_ended(
 ) -> None:
     moved = world.placements[1]
     run = incidents.order_node(PERSON, moved.node_id, "drain", "new cables")
-    engine.unfold_runs()
+    engine.create_steps()
     engine.take_step("test")
     jobs.end_placement(SYSTEM, moved.pk, "moved to spare-0", free_node=False)
     incidents.call_off(PERSON, run.pk, "the cables did not come")

@@ -49,7 +49,7 @@ from tests.workers.moving import commands
 from tests.workers.world import World, answer, drain, mend, run_of, step_of, unanswered
 from workers import guards
 from workers.playbooks import PLAYBOOKS
-from workers.playbooks.orders import START_ORDER_S
+from workers.playbooks.start_rank import START_ORDER_S
 
 pytestmark = pytest.mark.django_db
 PERSON = Actor(ActorKind.USER, "1")

@@ -24,7 +24,7 @@ from controlplane.ids import new_id
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import Incident, PlaybookRun, PlaybookStep
-from controlplane.incidents.moves import SAVE_S
+from controlplane.incidents.move_plans import SAVE_S
 from controlplane.incidents.plans import plan_of_order
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
@@ -817,12 +817,12 @@ def test_what_waits_for_a_lost_node_is_ended_with_its_job(world: World) -> None:
     jobs.request_stop(PERSON, world.job.pk, "converged")
     world.exits(world.placements[1], exit_code=0)
     drain()
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 0
 
     Placement.objects.filter(pk=world.placements[1].pk).update(
         ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S)
     )
-    assert incidents.finish_endings() == 1
+    assert incidents.finish_ending_jobs() == 1
     assert unfinished("stop_process") == ["node-0"]
 
 
@@ -831,15 +831,15 @@ def leaves_and_hangs(world: World) -> None:
     told_by(world.placements[0], client.Stopped(step=12, reason="left the loop", at=time.time()))
     world.exits(world.placements[0], exit_code=0)
     drain()
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 0
     Placement.objects.update(ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
 
 
 def test_what_hangs_after_it_left_is_killed_once_and_its_exit_frees_the_node(world: World) -> None:
     leaves_and_hangs(world)
 
-    assert incidents.finish_endings() == 1
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 1
+    assert incidents.finish_ending_jobs() == 0
     ((name, stop),) = orders("stop_process")
     assert name == "node-1"
     assert stop == wire.StopProcess(placement=world.placements[1].pk, grace_s=0)
@@ -850,19 +850,19 @@ def test_what_hangs_after_it_left_is_killed_once_and_its_exit_frees_the_node(wor
 
 def test_a_node_is_free_too_where_nothing_hangs_and_the_exit_was_never_told(world: World) -> None:
     leaves_and_hangs(world)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     answer("stop_process", stopped=True)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert state(world.placements[1].node) == (NodeState.AVAILABLE, False)
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 0
 
 
 def test_what_a_node_holds_since_is_none_that_hangs(world: World) -> None:
     leaves_and_hangs(world)
     PlacementFactory(node=world.placements[1].node)
 
-    assert incidents.finish_endings() == 0
+    assert incidents.finish_ending_jobs() == 0
 
 
 def test_that_it_left_is_no_word_of_what_was_started_since(world: World) -> None:

@@ -27,7 +27,7 @@ from tests.workers.moving import told_by
 from tests.workers.test_earlier_lines import PARITY, SXID, XID_31
 from tests.workers.world import XID_79, World
 from workers import losses
-from workers.verdicts import verdict_of
+from workers.signal_triage import verdict_of
 
 pytestmark = pytest.mark.django_db
 
@@ -72,7 +72,7 @@ def _farewell(world: World) -> None:
 
 def _endings(world: World) -> None:
     Job.objects.update(state=JobState.STOPPING)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
 
 def _cause_of_loss(world: World) -> None:

@@ -14,8 +14,7 @@ from node_agent.cards import HARDWARE_FILE
 from node_agent.simulated import SimulatedHardware
 from tests.node_agent.test_simulated import CARD
 from workers import triage
-from workers.readings import FLAGS
-from workers.watching import CardWatch, Finding, PortWatch
+from workers.detectors import CARD_FLAGS, CardWatch, Finding, PortWatch
 
 
 class Clock:
@@ -61,7 +60,7 @@ class Watched:
             card = msgspec.to_builtins(reading)
             found += self.watch.read(self.clock.now, card)
             found += self.port.read(self.clock.now, msgspec.to_builtins(port))
-            shown = {name: card[name] for name in FLAGS if card[name] is not None}
+            shown = {name: card[name] for name in CARD_FLAGS if card[name] is not None}
             found += [Finding(name, {"value": value}) for name, value in shown.items()]
         verdicts = [triage.judge_reading("", {"reading": f.reading, **f.values}) for f in found]
         return {verdict.code for verdict in verdicts if verdict is not None}

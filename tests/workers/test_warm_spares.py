@@ -16,7 +16,7 @@ from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, Urgency
 from controlplane.incidents import actions as incidents
-from controlplane.incidents.actions.ending import end_job
+from controlplane.incidents.actions.job_end import end_job
 from controlplane.incidents.choices import Mode, RunState, StepState
 from controlplane.incidents.models import (
     Incident,
@@ -25,11 +25,11 @@ from controlplane.incidents.models import (
     PlaybookStep,
     Reservation,
 )
-from controlplane.incidents.moves import SAVE_S
+from controlplane.incidents.move_plans import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
-from controlplane.jobs.selectors import seats
+from controlplane.jobs.selectors import slots
 from node_agent import wire
 from runtime import client
 from tests.workers.moving import (
@@ -316,7 +316,7 @@ def test_they_end_with_their_job(world: World, spare: Placement) -> None:
     jobs.request_stop(PERSON, world.job.pk, "enough")
     for placement in world.placements:
         jobs.end_placement(SYSTEM, placement.pk, "left", free_node=True)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     assert Command.objects.filter(verb="stop_process").count() == 1
 
     world.exits(spare, signal=9, requested=True)
@@ -328,7 +328,7 @@ def test_they_end_with_their_job(world: World, spare: Placement) -> None:
 
 def test_a_job_that_lives_as_one_can_have_none(world: World) -> None:
     _lives_as_one(world)
-    with pytest.raises(Conflict, match="lives as one"):
+    with pytest.raises(Conflict, match="restarts as a whole"):
         jobs.set_warm_spares(PERSON, world.job.pk, 1, "x")
 
 
@@ -341,8 +341,8 @@ def test_a_replica_can_be_moved_beside_it(world: World, spare: Placement) -> Non
 
 
 def test_its_seat_is_nobodys_on_the_page(world: World, spare: Placement) -> None:
-    assert [seat.moving for seat in seats(world.job)] == [None, None]
-    assert [seat.before for seat in seats(world.job)] == [[], []]
+    assert [slot.moving for slot in slots(world.job)] == [None, None]
+    assert [slot.before for slot in slots(world.job)] == [[], []]
 
 
 # --- taking a place -------------------------------------------------------------------------------
@@ -404,10 +404,10 @@ def test_a_node_whose_run_is_called_off_is_given_back(
 ) -> None:
     _died_first(world, spare)
     told_by(world.placements[0], regrouped(lost=[1], entered=[spare.pk]))
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
     seen_to = state(world.placements[1].node)
     call_off(world)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert seen_to == (NodeState.ALLOCATED, False)
     assert state(world.placements[1].node) == (NodeState.AVAILABLE, True)
@@ -418,7 +418,7 @@ def test_a_node_of_which_nobody_has_heard_yet_waits_for_what_is_found_out(
 ) -> None:
     takes_place(spare)
     world.exits(world.placements[1], signal=9)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert state(world.placements[1].node) == (NodeState.ALLOCATED, False)
 
@@ -427,11 +427,11 @@ def test_what_hangs_and_whose_run_is_called_off_is_killed(world: World, spare: P
     hung = _is_replaced_while_it_hangs(world, spare)
     drain()
     _run_is_cancelled(world)
-    early = incidents.finish_endings()
+    early = incidents.finish_ending_jobs()
     Placement.objects.update(ended_at=timezone.now() - timedelta(seconds=2 * SAVE_S))
-    late = incidents.finish_endings()
+    late = incidents.finish_ending_jobs()
     answer("stop_process", stopped=True)
-    incidents.finish_endings()
+    incidents.finish_ending_jobs()
 
     assert (early, late) == (0, 1)
     assert commands("stop_process") == [wire.StopProcess(placement=hung.pk, grace_s=0)]

@@ -1,4 +1,4 @@
-"""A job that lives as one is moved: it saves, ends, and is started elsewhere, whatever happens."""
+"""A job that restarts as a whole is moved: it saves, ends, and is started elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from controlplane.fleet.models import Command
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState
 from controlplane.incidents.models import Incident, PlaybookRun
-from controlplane.incidents.moves import SAVE_S, plan_move, plan_of_move
+from controlplane.incidents.move_plans import SAVE_S, plan_move, plan_of_move
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, ProgressSample, Replica
@@ -35,7 +35,7 @@ MOVE = "move-job"
 
 @pytest.fixture(autouse=True)
 def training(world: World) -> None:
-    """The job is one replica, whose processes say that they live as one."""
+    """The job is one replica, whose processes say that they restart as a whole."""
     other = world.placements.pop()
     fleet.transition(SYSTEM, other.node_id, NodeState.QUARANTINED, reason="not of this test")
     Placement.objects.filter(pk=other.pk).delete()
@@ -46,7 +46,7 @@ def training(world: World) -> None:
 
 
 def committed(step: int = 10, epoch: int = 1) -> client.Progress:
-    """What a job says of its steps that lives as one."""
+    """What a job that restarts as a whole says of its steps."""
     return moving.committed(step=step, epoch=epoch, replicas=[0], whole=True)
 
 
@@ -178,7 +178,7 @@ def test_the_dry_run_says_that_it_stands_still(world: World) -> None:
         "start",
         "await-step",
     ]
-    assert any("lives as one" in note for note in plan.notes)
+    assert any("restarts as a whole" in note for note in plan.notes)
     assert any("stands still meanwhile" in note for note in plan.notes)
 
 

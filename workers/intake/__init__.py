@@ -36,8 +36,8 @@ from workers.intake.lost_replicas import (
     stopped_by_order,
 )
 from workers.intake.silence import node_went_silent
-from workers.intake.timeline import tell_node_incident
-from workers.verdicts import HARDWARE_SPEAKS
+from workers.intake.timeline import add_to_node_incident
+from workers.signal_triage import HARDWARE_SPEAKS
 
 log = structlog.get_logger(__name__)
 
@@ -119,4 +119,4 @@ def _handle(signal: Signal) -> None:
         led = Job.objects.filter(coordinator_placement=signal.placement_id)
         coordinators_went_with(signal.node, signal, led)
     elif signal.node is not None:
-        tell_node_incident(signal)
+        add_to_node_incident(signal)

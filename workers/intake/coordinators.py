@@ -12,7 +12,7 @@ from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import Severity
 from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Job
-from workers.intake.timeline import tell_signal
+from workers.intake.timeline import add_signal_entry
 
 
 def is_coordinator_gone(signal: Signal) -> bool:
@@ -36,5 +36,5 @@ def coordinators_went_with(node: Node, signal: Signal, led: QuerySet[Job]) -> No
             job_id=job.pk,
             node_id=node.pk,
         )
-        tell_signal(incident, signal)
+        add_signal_entry(incident, signal)
         incidents.restore_coordinator(SYSTEM, job, incident)

@@ -29,8 +29,8 @@ from controlplane.jobs.models import Placement
 from workers import triage
 from workers.intake.lost_replicas import live_placement
 from workers.intake.remedies import act_on_failure, name_incidents
-from workers.intake.timeline import tell_node_incident
-from workers.verdicts import deciding_signals, verdict_of
+from workers.intake.timeline import add_to_node_incident
+from workers.signal_triage import deciding_signals, verdict_of
 
 #: A fault that shows again within this time of its last line is the same one.
 BURST_GAP = timedelta(minutes=3)
@@ -51,7 +51,7 @@ def take_up(signal: Signal, node: Node, card: Gpu | None, verdict: triage.LineVe
     acted_on = before == (deciding.action, deciding.urgency) and _in_hand(failure, signal)
     if acted_on or node.state not in IN_SERVICE:  # else it is in somebody's hands already
         name_incidents(failure, node, deciding)
-        tell_node_incident(signal)
+        add_to_node_incident(signal)
         return
     minor = list(Incident.objects.filter(failures=failure, state__in=INCIDENT_UNRESOLVED))
     incident = act_on_failure(signal, node, placement, failure, deciding)

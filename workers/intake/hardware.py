@@ -15,8 +15,8 @@ from controlplane.jobs.choices import PlacementState, Tier
 from controlplane.jobs.models import Placement
 from workers import triage
 from workers.intake.failures import only_repeats, take_up
-from workers.intake.timeline import tell_node_incident
-from workers.verdicts import verdict_of
+from workers.intake.timeline import add_to_node_incident
+from workers.signal_triage import verdict_of
 
 #: By the tier that a rank finds damaged, where only its own node can have done it: what that is.
 OF_ITS_NODE = {Tier.LOCAL: triage.DAMAGED, Tier.PEER: triage.DAMAGED_MEMORY}
@@ -28,7 +28,7 @@ def hardware_spoke(signal: Signal) -> None:
     node: Node | None = signal.node
     verdict = verdict_of(signal)
     if node is None or verdict is None or triage.is_note(verdict):
-        tell_node_incident(signal)
+        add_to_node_incident(signal)
         return
     if signal.repeated_at is not None and only_repeats(signal, node, verdict):
         return

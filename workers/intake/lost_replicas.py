@@ -15,11 +15,11 @@ from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RunState, Severity
 from controlplane.incidents.models import Incident, PlaybookRun
-from controlplane.incidents.moves import PLAYBOOK as MOVE
+from controlplane.incidents.move_plans import PLAYBOOK as MOVE
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement
-from workers.intake.timeline import tell_node_incident, tell_signal, tell_what_went_before
+from workers.intake.timeline import add_preceding_lines, add_signal_entry, add_to_node_incident
 
 log = structlog.get_logger(__name__)
 
@@ -92,9 +92,9 @@ def replica_was_stopped(signal: Signal, placement: Placement) -> None:
     """Who ordered it sees to its replica, unless that run was called off."""
     incident = incidents.bring_back_stopped(placement, signal.observed_at)
     if incident is None:
-        tell_node_incident(signal)
+        add_to_node_incident(signal)
     else:
-        tell_signal(incident, signal)
+        add_signal_entry(incident, signal)
 
 
 def free_what_it_left(signal: Signal) -> None:
@@ -122,8 +122,8 @@ def live_placement(node: Node) -> Placement | None:
 def open_for_replica(signal: Signal, placement: Placement) -> Incident:
     """The incident in which the replica is brought back, with the signal in its timeline."""
     incident = incidents.bring_back(placement, signal.observed_at)
-    tell_signal(incident, signal)
-    tell_what_went_before(incident, signal)
+    add_signal_entry(incident, signal)
+    add_preceding_lines(incident, signal)
     return incident
 
 
@@ -145,7 +145,7 @@ def _ended_one_is_gone(signal: Signal, placement: Placement) -> None:
     replica = placement.replica
     open_one = incidents.incident_of_replica(replica.job_id, replica.index)
     if open_one is not None:
-        tell_signal(open_one, signal)
+        add_signal_entry(open_one, signal)
         return
     own = replica.placements.filter(IN_ITS_PLACE)
     alive = own.exclude(state=PlacementState.ENDED)

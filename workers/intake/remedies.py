@@ -18,7 +18,7 @@ from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Placement
 from workers import triage
 from workers.intake.lost_replicas import open_for_replica
-from workers.intake.timeline import tell_signal
+from workers.intake.timeline import add_signal_entry
 
 #: What a repair of the node can be asked for; the last two only where a card is to blame.
 REPAIRS = triage.NODE_REPAIRS | {"field_diagnostic", "contact_vendor"}
@@ -97,7 +97,7 @@ def _incident_of_failure(
         if verdict.urgency == "next_checkpoint":
             # Nothing is lost yet: its replica is brought back once its node is emptied.
             incident = incidents.open_for_replica(placement, signal.observed_at, Severity.MINOR)
-            tell_signal(incident, signal)
+            add_signal_entry(incident, signal)
             return incident
         incident = open_for_replica(signal, placement)
         incidents.raise_severity(incident.pk, Severity.MAJOR)
@@ -112,5 +112,5 @@ def _incident_of_failure(
         occurred_at=signal.observed_at,
         node_id=node.pk,
     )
-    tell_signal(incident, signal)
+    add_signal_entry(incident, signal)
     return incident

@@ -23,7 +23,7 @@ from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Job, Placement
 from workers.intake.coordinators import coordinators_went_with
 from workers.intake.lost_replicas import live_placement, open_for_replica
-from workers.intake.timeline import tell_node_incident, tell_signal
+from workers.intake.timeline import add_signal_entry, add_to_node_incident
 
 
 def node_went_silent(signal: Signal) -> None:
@@ -32,7 +32,7 @@ def node_went_silent(signal: Signal) -> None:
     if node is None:
         raise ValueError("a lease belongs to a node")
     if node.lease.reachable:
-        tell_node_incident(signal)  # it has been heard again since
+        add_to_node_incident(signal)  # it has been heard again since
         return
     silence = limits.silence_around(node)
     if silence is not None:
@@ -44,11 +44,13 @@ def node_went_silent(signal: Signal) -> None:
         open_for_replica(signal, placement)
         return
     if node.state not in IN_SERVICE or node.hold_reason:
-        tell_node_incident(signal)  # it is in somebody's hands already
+        add_to_node_incident(signal)  # it is in somebody's hands already
         return
     replaced = _incident_of_the_replaced(node)
     if replaced is not None:
-        tell_signal(replaced, signal)  # it is looked into already, for the replica that it held
+        add_signal_entry(
+            replaced, signal
+        )  # it is looked into already, for the replica that it held
         return
     incident = incidents.open_or_merge(
         f"node/{node.pk}",
@@ -58,7 +60,7 @@ def node_went_silent(signal: Signal) -> None:
         occurred_at=signal.observed_at,
         node_id=node.pk,
     )
-    tell_signal(incident, signal)
+    add_signal_entry(incident, signal)
     failure = record_failure(
         fault_class=FaultClass.PLATFORM,
         code="node-lost",
@@ -76,7 +78,7 @@ def node_went_silent(signal: Signal) -> None:
     incidents.repair_node(SYSTEM, node.pk, incident, "it went silent", only_if_silent=True)
 
 
-def let_go_while_silent() -> list[tuple[Node, AuditEvent]]:
+def unreported_silent_nodes() -> list[tuple[Node, AuditEvent]]:
     """Nodes in service that are silent, that were on hold or being drained since they fell silent,
     and of which nobody was told since they are not: while somebody had them in hand their silence
     led to nothing. With the word that lifted each hold, or called the drain off.
@@ -125,7 +127,7 @@ def _site_went_silent(signal: Signal, node: Node, silence: limits.Silence) -> No
         severity=Severity.CRITICAL,
         occurred_at=node.lease.last_beat_at,
     )
-    tell_signal(incident, signal)
+    add_signal_entry(incident, signal)
     failure = incident.failures.first() or record_failure(
         fault_class=FaultClass.FABRIC,
         code="site-silent",

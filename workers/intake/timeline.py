@@ -17,29 +17,29 @@ from controlplane.incidents.models import Incident
 NOTES, NOTED_BEFORE = 10, timedelta(seconds=60)
 
 
-def tell_signal(incident: Incident, signal: Signal) -> None:
+def add_signal_entry(incident: Incident, signal: Signal) -> None:
     """Put the signal into the incident's timeline, in words."""
-    incidents.tell(
+    incidents.add_timeline_entry(
         incident,
         f"signal/{signal.pk}",
         EntryKind.SIGNAL,
-        _words(signal),
+        _signal_text(signal),
         at=signal.observed_at,
         data={"signal": signal.pk, "source": signal.source, "raw": signal.raw, **signal.data},
     )
 
 
-def tell_node_incident(signal: Signal) -> None:
+def add_to_node_incident(signal: Signal) -> None:
     """What a node says while an incident about it is open belongs to that incident's story."""
     node: Node | None = signal.node
     if node is None or signal.kind == SignalKind.COORDINATOR_RESTARTED:
         return
     about = Q(node=node) | Q(runs__node=node) | Q(failures__node=node)
     for incident in Incident.objects.filter(about, state__in=INCIDENT_UNRESOLVED).distinct():
-        tell_signal(incident, signal)
+        add_signal_entry(incident, signal)
 
 
-def tell_what_went_before(incident: Incident, signal: Signal) -> None:
+def add_preceding_lines(incident: Incident, signal: Signal) -> None:
     """Lines that called for nothing by themselves, such as a driver that tidies up, belong to the
     story of the loss that they were told with."""
     since = signal.observed_at - NOTED_BEFORE
@@ -47,10 +47,10 @@ def tell_what_went_before(incident: Incident, signal: Signal) -> None:
         node=signal.node_id, kind=SignalKind.KERNEL_LINE, failures=None, raw__contains="Xid"
     )
     for line in lines.filter(observed_at__range=(since, signal.observed_at))[:NOTES]:
-        tell_signal(incident, line)
+        add_signal_entry(incident, line)
 
 
-def _words(signal: Signal) -> str:
+def _signal_text(signal: Signal) -> str:
     node = signal.node.name if signal.node else ""
     if signal.kind == SignalKind.PEER_LOST:
         how = {

@@ -46,8 +46,8 @@ class Wait(Outcome):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Back(Outcome):
-    """The world changed: go on from an earlier step."""
+class GoTo(Outcome):
+    """The world changed: the run continues from an earlier step."""
 
     to: str
     #: The node for whose sake: a run asks for a person once it went back too often, but the first
@@ -67,8 +67,8 @@ class Fail(End):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ask(Outcome):
-    """Automation must not go on alone: a person decides."""
+class NeedsOperator(Outcome):
+    """Automation must not continue alone: a person decides."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ class StepDefinition:
     undo: str = ""
     #: Asks the guards before it acts on the run's node.
     disruptive: bool = False
-    #: Why a disruptive step that the guards have not let go yet is not wanted any more, which ends
-    #: its run; "" while it is.
-    moot: Callable[[StepContext], str] = lambda _ctx: ""
+    #: Why a disruptive step that has not passed the guards yet is not wanted any more, which ends
+    #: its run; "" while it is wanted.
+    obsolete_reason: Callable[[StepContext], str] = lambda _ctx: ""
     #: The exact words of what a disruptive step does, from the run's context; "{node}" names it.
     does: Callable[[Mapping[str, Any]], Sequence[str]] = lambda _context: ()
     #: A step that still waits after this many seconds asks for a person.

@@ -1,4 +1,4 @@
-"""A job that lives as one moves: it saves, ends, and goes on from there on another node.
+"""A job that restarts as a whole moves: it saves, ends, and goes on from there on another node.
 
 No second process can follow such a job from step to step, so it stands still meanwhile. Nothing of
 it is started anywhere before nothing of it runs where it was.
@@ -17,26 +17,24 @@ from controlplane.fleet.models import Command, Node
 from controlplane.incidents.candidates import free_nodes, wanted_by
 from controlplane.incidents.choices import RUN_UNFINISHED, Effect
 from controlplane.incidents.models import PlaybookRun
-from controlplane.incidents.moves import AS_WHOLE, SAVE_S
+from controlplane.incidents.move_plans import AS_WHOLE, SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import OF_ALL_NODES, PlacementState
 from controlplane.jobs.durability import saved_since
 from controlplane.jobs.models import LEFT, Placement
 from workers import losses
+from workers.placement import choose_spare
 from workers.playbooks.base import (
-    Ask,
     Done,
     Fail,
+    NeedsOperator,
     Outcome,
     Playbook,
     StepContext,
     StepDefinition,
     Wait,
 )
-from workers.playbooks.lost_together import end_what_was_begun
-from workers.playbooks.node_steps import actor_of
-from workers.playbooks.replica_lost import START_S, order_start, runs_on, start_failed
-from workers.playbooks.together import (
+from workers.playbooks.multi_node import (
     Left,
     left_of,
     names_of,
@@ -47,10 +45,12 @@ from workers.playbooks.together import (
     starts_of,
     went_unheard,
 )
-from workers.spares import choose_spare
+from workers.playbooks.multi_node_recovery import end_what_was_begun
+from workers.playbooks.node_steps import actor_of
+from workers.playbooks.replica_steps import START_S, order_start, runs_on, start_failed
 
 #: An agent that is heard takes the order to end it within this many seconds, or nothing is done.
-STOP_ORDER_S = 30.0
+SAVE_STOP_ORDER_S = 30.0
 END = "save-and-end"
 
 
@@ -61,7 +61,7 @@ def save(ctx: StepContext) -> Outcome:
     job, asked_at = before.replica.job, ctx.values.get("asked_at")
     if asked_at is None:
         return Wait(
-            text="it is asked to save",
+            text="the job is asked to save",
             context={"asked_at": timezone.now().isoformat()},
             apply=lambda: jobs.direct(actor_of(ctx), job.pk, "checkpoint", reason=ctx.run.title),
         )
@@ -70,10 +70,10 @@ def save(ctx: StepContext) -> Outcome:
     if saved is not None:
         return Done(text=f"step {saved.step} is saved")
     if before.state == PlacementState.ENDED or _being_brought_back(ctx):
-        return _not_moved(f"its process on {before.node.name} has ended by itself")
+        return _not_moved(f"the job's process on {before.node.name} has ended by itself")
     if timezone.now() - since > timedelta(seconds=SAVE_S):
-        return Done(text=f"it has told of no checkpoint within {SAVE_S:g} s")
-    return Wait(text="it saves")
+        return Done(text=f"the job has told of no checkpoint within {SAVE_S:g} s")
+    return Wait(text="the job saves")
 
 
 def end(ctx: StepContext) -> Outcome:
@@ -82,7 +82,7 @@ def end(ctx: StepContext) -> Outcome:
     orders = Command.objects.filter(requester__startswith=f"{ctx.step.pk}.")
     gone = next((one for one in there if _has_ended(one)), None)
     if gone is not None and not orders:
-        return _not_moved(f"its process on {gone.node.name} has ended by itself")
+        return _not_moved(f"the job's process on {gone.node.name} has ended by itself")
     left = [
         (one, None if stop is not None and went_unheard(ctx, stop) else stop)
         for one, stop in left_of(ctx, there)
@@ -96,9 +96,9 @@ def end(ctx: StepContext) -> Outcome:
             if ctx.values["spare"]:
                 jobs.keep_as_spare(SYSTEM, _placement(ctx, "from").node_id, ctx.run.title)
 
-        return Done(text=f"nothing of it runs on {names_of(there)} any more", apply=free)
+        return Done(text=f"nothing of the job runs on {names_of(there)} any more", apply=free)
     if _being_brought_back(ctx):
-        return _not_moved("it was lost meanwhile, and is brought back by a run of its own")
+        return _not_moved("the job was lost meanwhile, and is brought back by a run of its own")
     untold = [one for one, stop in left if stop is None]
     silent = [one for one in untold if not one.node.lease.reachable] if orders else []
     due: list[Left] = [(one, None) for one in untold if one not in silent]
@@ -106,7 +106,7 @@ def end(ctx: StepContext) -> Outcome:
         return Wait(
             text=f"{names_of([one for one, _ in due])} are told to let it save and end",
             apply=lambda: order_ends(
-                ctx, due, grace_s=SAVE_S, ttl_s=SAVE_S + STOP_ORDER_S, actor=actor_of(ctx)
+                ctx, due, grace_s=SAVE_S, ttl_s=SAVE_S + SAVE_STOP_ORDER_S, actor=actor_of(ctx)
             ),
         )
     told = [(one, stop) for one, stop in left if stop is not None]
@@ -116,17 +116,17 @@ def end(ctx: StepContext) -> Outcome:
     # Where any has taken the order, those that refused it leave with that one.
     if (bad := refused(taken)) is not None:
         why = bad[1].error or bad[1].get_state_display().lower()
-        return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs: {why}")
+        return NeedsOperator(text=f"{bad[0].node.name} does not say that nothing of it runs: {why}")
     if silent:
         text = f"{names_of(silent)} went silent before saying that nothing of it runs: awaited"
         return Wait(text=text)
-    return Wait(text=f"it saves and ends on {names_of([one for one, _ in left])}")
+    return Wait(text=f"the job saves and ends on {names_of([one for one, _ in left])}")
 
 
 def choose_place(ctx: StepContext) -> Outcome:
     """The node that it was to move to, or else the one that suits it best by now."""
     if _being_brought_back(ctx):
-        return _not_moved("it is brought back by a run of its own")
+        return _not_moved("the job is brought back by a run of its own")
     if len(_there(ctx)) > 1:
         return _choose_places(ctx)
     before = _placement(ctx, "from")
@@ -142,8 +142,8 @@ def choose_place(ctx: StepContext) -> Outcome:
         wanted or others or free, [], wanted_by(before.node, job.gpus_per_replica)
     )
     if choice is None:
-        return Wait(text="no node is free that it fits on; it stands still", wake_s=2.0)
-    text = f"it goes on on {choice.name}"
+        return Wait(text="no node is free that the job fits on; it stands still", wake_s=2.0)
+    text = f"the job resumes on {choice.name}"
     return Done(
         text=text if wanted else f"{text}, since the node that was chosen is not free any more",
         context={"target": choice.node_id},
@@ -174,14 +174,14 @@ def _choose_places(ctx: StepContext) -> Outcome:
         chosen[one.node_rank] = free[choice.node_id]
     nodes = [chosen[rank] for rank in range(len(there))]
     return Done(
-        text=f"it goes on on {', '.join(node.name for node in nodes)}",
+        text=f"the job resumes on {', '.join(node.name for node in nodes)}",
         context={"targets": [node.node_id for node in nodes]},
     )
 
 
 def start(ctx: StepContext) -> Outcome:
     if _being_brought_back(ctx):
-        return _not_moved("it is brought back by a run of its own")
+        return _not_moved("the job is brought back by a run of its own")
     replica = _placement(ctx, "from").replica
     command = Command.objects.filter(requester=ctx.requester(), verb="start_rank").first()
     ordered = command is not None or starts_of(ctx).exists()
@@ -205,12 +205,14 @@ def await_step(ctx: StepContext) -> Outcome:
     now = nows[before.node_rank if len(nows) > 1 else 0]
     job, where = now.replica.job, now.node.name
     if _being_brought_back(ctx):
-        return _not_moved(f"it was lost on {where}, and is brought back by a run of its own")
+        return _not_moved(f"the job was lost on {where}, and is brought back by a run of its own")
     if now.end_reason.startswith(LEFT):
         return Done(text=f"on {where} it found nothing left to do, and has {now.end_reason}")
     gone = next((one for one in nows if _has_ended(one)), None)
     if gone is not None:
-        return Wait(text=f"its process on {gone.node.name} has ended; its loss is being taken up")
+        return Wait(
+            text=f"the job's process on {gone.node.name} has ended; its loss is being taken up"
+        )
     if now.joined_at is None:
         state = "loads its newest checkpoint" if now.started_at else "is starting"
         return Wait(text=f"the process on {where} {state}")
@@ -223,7 +225,7 @@ def await_step(ctx: StepContext) -> Outcome:
 PLAYBOOK = Playbook(
     name=AS_WHOLE,
     version=4,
-    summary="Moves a job that lives as one: it saves, ends, and goes on on another node.",
+    summary="Moves a job that restarts as a whole: it saves, ends, and resumes on another node.",
     deadline_s=2 * 86_400,
     steps=(
         StepDefinition(
@@ -239,7 +241,7 @@ PLAYBOOK = Playbook(
             title="Let it end",
             act=end,
             effect=Effect.IDEMPOTENT,
-            timeout_s=SAVE_S + 2 * STOP_ORDER_S + 1800,
+            timeout_s=SAVE_S + 2 * SAVE_STOP_ORDER_S + 1800,
             prose="Send SIGTERM to its process and wait until it is gone: at the end of its step "
             f"it saves once more, and leaves. After {SAVE_S:g} s it is killed (its ranks by "
             "torchrun after 30 s), and goes on from the checkpoint of before. Nodes that went "

@@ -19,18 +19,18 @@ from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import Effect
-from controlplane.incidents.moves import PLAYBOOK as NAME
+from controlplane.incidents.move_plans import PLAYBOOK as NAME
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Interruption, Placement
-from controlplane.jobs.selectors import AT_ONCE
+from controlplane.jobs.selectors import SAME_MOMENT
 from node_agent import wire
 from workers import losses
 from workers.playbooks.base import (
     Apply,
-    Ask,
     Done,
     Fail,
+    NeedsOperator,
     Outcome,
     Playbook,
     Skip,
@@ -38,10 +38,10 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
+from workers.playbooks.multi_node import left_of, order_ends, ran_out
 from workers.playbooks.node_steps import actor_of
-from workers.playbooks.orders import start_rank_command
-from workers.playbooks.replica_lost import runs_on, see_ended
-from workers.playbooks.together import left_of, order_ends, ran_out
+from workers.playbooks.replica_steps import runs_on, see_ended
+from workers.playbooks.start_rank import start_rank_command
 
 #: A node that is heard starts a rank within this many seconds, or the move is given up.
 START_ORDER_S = 20.0
@@ -49,13 +49,13 @@ START_ORDER_S = 20.0
 HEARSAY = timedelta(seconds=3)
 #: A process that another has replaced leaves by itself within this time, or is told to, which its
 #: node answers within so many seconds.
-LEAVE, STOP_ORDER_S = timedelta(seconds=10), 60.0
+LEAVE, LEAVE_STOP_ORDER_S = timedelta(seconds=10), 60.0
 
 
 def start_standby(ctx: StepContext) -> Outcome:
     standby = _standby(ctx)
     if not standby.standby:
-        return Skip(text="it has the replica's place already")
+        return Skip(text="the new process has the replica's place already")
     over = _over(ctx, standby)
     if over is not None:
         return over
@@ -88,7 +88,7 @@ def await_place(ctx: StepContext) -> Outcome:
     waited = timezone.now() - (ctx.step.started_at or timezone.now())
     if waited > timedelta(seconds=settings.REPLICA_START_DEADLINE_S):
         limit = f"{settings.REPLICA_START_DEADLINE_S:g} s"
-        return _give_up(ctx, standby, f"it did not take the place within {limit}")
+        return _give_up(ctx, standby, f"the new process did not take the place within {limit}")
     state = "fetches the state from its peers" if standby.started_at else "is starting"
     return Wait(text=f"the process on {standby.node.name} {state}; the replica trains")
 
@@ -97,26 +97,28 @@ def _has_place(ctx: StepContext, standby: Placement) -> Outcome:
     """It is the replica's own process: what becomes of it from now on is the replica's story."""
     where, end = standby.node.name, _end_of(standby)
     if standby.state == PlacementState.ENDED:
-        return Done(text=f"it took the place on {where}, and was lost there: its incident goes on")
+        return Done(text=f"the replica moved to {where}, and was lost there: its incident goes on")
     if end is not None:
 
         def bring_back() -> None:
             # Its end may have been told before it was known to be more than a standby.
             incidents.bring_back(standby, end.observed_at)
 
-        text = f"it took the place on {where}, and was lost there: it is brought back"
+        text = f"the replica moved to {where}, and was lost there: it is brought back"
         return Done(text=text, apply=bring_back)
     if standby.joined_at is None:
-        return Wait(text=f"it has the replica's place on {where}; its first step is awaited")
+        return Wait(
+            text=f"the process on {where} has the replica's place; its first step is awaited"
+        )
     if _pause(ctx, standby) is None and timezone.now() - standby.joined_at < HEARSAY:
-        return Wait(text=f"{_words(ctx, standby)}; how long the job paused is awaited")
-    return Done(text=_words(ctx, standby))
+        return Wait(text=f"{_moved_text(ctx, standby)}; how long the job paused is awaited")
+    return Done(text=_moved_text(ctx, standby))
 
 
 def free_node(ctx: StepContext) -> Outcome:
     """The old process leaves by itself; until it has, nothing else may have its cards."""
     before = Placement.objects.select_related("node__lease").get(pk=ctx.values["from"])
-    node, moved = before.node, _words(ctx, _standby(ctx))
+    node, moved = before.node, _moved_text(ctx, _standby(ctx))
     there = Placement.objects.filter(node=node).exclude(state=PlacementState.ENDED)
     if there.exists():
         return Done(text=f"{moved}; {node.name} holds another replica by now")
@@ -136,7 +138,9 @@ def free_node(ctx: StepContext) -> Outcome:
     if stop and ran_out(stop) and losses.was_silent(node.pk, stop.created_at):
         stop = None  # that it left it unanswered says nothing of the process
     if stop is not None and stop.state in COMMAND_FINISHED:
-        return Ask(text=f"{moved}; {node.name} does not say that its old process has ended")
+        return NeedsOperator(
+            text=f"{moved}; {node.name} does not say that its old process has ended"
+        )
     if stop is None and not node.lease.reachable:
         text = f"{moved}; {node.name}, which has its old process, is not heard"
         return Wait(text=text, wake_s=2.0)
@@ -144,7 +148,7 @@ def free_node(ctx: StepContext) -> Outcome:
         return Wait(text=f"{moved}; the old process on {node.name} is leaving")
 
     def order() -> None:
-        order_ends(ctx, [(before, None)], grace_s=wire.GRACE_S, ttl_s=STOP_ORDER_S)
+        order_ends(ctx, [(before, None)], grace_s=wire.GRACE_S, ttl_s=LEAVE_STOP_ORDER_S)
 
     return Wait(text=f"{moved}; {node.name} is told to end its old process", apply=order)
 
@@ -206,10 +210,10 @@ def _over(ctx: StepContext, standby: Placement) -> Outcome | None:
     if end is None:
         return None
     if timezone.now() - end.recorded_at < HEARSAY:
-        return Wait(text=f"its process on {where} has ended; whether it had the place is awaited")
+        return Wait(text=f"the process on {where} has ended; whether it had the place is awaited")
     how = end.data.get("signal")
     words = f"signal {how}" if how else f"exit status {end.data.get('exit_code')}"
-    return _give_up(ctx, standby, f"its process on {where} ended, {words}")
+    return _give_up(ctx, standby, f"the process on {where} ended, {words}")
 
 
 def _give_up(ctx: StepContext, standby: Placement, why: str) -> Outcome:
@@ -241,7 +245,7 @@ def _end_of(placement: Placement) -> Signal | None:
     return ends.first()
 
 
-def _words(ctx: StepContext, standby: Placement) -> str:
+def _moved_text(ctx: StepContext, standby: Placement) -> str:
     """The move in a sentence, for the record."""
     before = Placement.objects.select_related("node").get(pk=ctx.values["from"])
     words = f"replica {standby.replica.index} moved from {before.node.name} to {standby.node.name}"
@@ -256,7 +260,7 @@ def _pause(ctx: StepContext, standby: Placement) -> Interruption | None:
     pauses = Interruption.objects.filter(
         job_id=ctx.run.job_id,
         joined__contains=standby.replica.index,
-        committed_at__gte=standby.joined_at - AT_ONCE,
-        committed_at__lte=standby.joined_at + AT_ONCE,
+        committed_at__gte=standby.joined_at - SAME_MOMENT,
+        committed_at__lte=standby.joined_at + SAME_MOMENT,
     )
     return pauses.order_by("epoch").last()

@@ -20,16 +20,16 @@ from controlplane.fleet.models import Command
 from controlplane.incidents import actions as incidents
 from controlplane.incidents.choices import RUN_ACTIVE, RUN_UNFINISHED, Effect
 from controlplane.incidents.models import PlaybookRun
-from controlplane.incidents.moves import AS_WHOLE, SAVE_S, plan_move
+from controlplane.incidents.move_plans import AS_WHOLE, SAVE_S, plan_move
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement
 from node_agent import wire
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
-    Ask,
     Done,
     End,
     Fail,
+    NeedsOperator,
     Outcome,
     Playbook,
     StepContext,
@@ -37,13 +37,13 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.validation import DIAGNOSTIC_S, run_diagnostic
-from workers.repair import diagnosis_passed
+from workers.repair_ladder import diagnosis_passed
 
 #: A drain that is not done by then has failed, in seconds.
 DRAIN_S = 1500.0
 #: A replica that has not moved away by then is stopped, in seconds.
 MOVE_S = 300.0
-#: The same of a job that lives as one, which saves twice, at its leisure, and is told to end.
+#: The same of a job that restarts as a whole, which saves twice and is then told to end.
 MOVE_WHOLE_S = 2 * SAVE_S + 60.0
 
 
@@ -170,7 +170,9 @@ def diagnose(ctx: StepContext) -> Outcome:
         return Wait(text="the diagnostic is running", wake_s=2.0)
     evidence = {"command": command.pk, **command.output}
     if command.state != CommandState.DONE:
-        return Ask(text=f"no diagnosis: {command.error or command.state}", evidence=evidence)
+        return NeedsOperator(
+            text=f"no diagnosis: {command.error or command.state}", evidence=evidence
+        )
     passed, reason = diagnosis_passed(command.output)
     return Done(text=reason if passed else f"not healthy: {reason}", evidence=evidence)
 

@@ -40,10 +40,10 @@ from node_agent import wire
 from workers import guards, losses, power, triage
 from workers.intake.failures import judge_again
 from workers.playbooks.base import (
-    Ask,
-    Back,
     Done,
     End,
+    GoTo,
+    NeedsOperator,
     Outcome,
     Skip,
     StepContext,
@@ -93,7 +93,7 @@ def quarantine(ctx: StepContext) -> Outcome:
     if out and not _alive_on(node).exists():
         return Done(text=f"{node.name} is out already: {node.get_state_display().lower()}")
     if ctx.values.get("urgency") == Urgency.IDLE and not out and held_on(node).exists():
-        return Back(
+        return GoTo(
             to="decide",
             text=f"{node.name} was given work meanwhile, and what is wanted can wait",
             apply=lambda: guards.release(ctx.run),  # it is in service, for however long
@@ -118,14 +118,14 @@ def quarantine(ctx: StepContext) -> Outcome:
         # Time in which we did not hear it says nothing of it; its lease ends where that lasts.
         if node.lease.last_beat_at < orders[-1].created_at + timedelta(seconds=KILL_S):
             return Wait(text="waiting for its agent to say that nothing runs", wake_s=1.0)
-        why = f"its agent was heard {KILL_S:g} s after its order and had not answered"
+        why = f"the node's agent was heard {KILL_S:g} s after its order and had not answered"
         return _cut_power(ctx, node, why)
     if all(order.state == CommandState.DONE for order in orders):
         return Done(
             text=f"what ran on {node.name} was killed; quarantined",
             apply=_take_out(ctx, node, told),
         )
-    return _cut_power(ctx, node, "its agent could not kill what runs there")
+    return _cut_power(ctx, node, "the node's agent could not kill what runs there")
 
 
 @change()
@@ -140,7 +140,7 @@ def look_again_once_heard() -> None:
     )
     for run in asking.select_for_update(no_key=True, skip_locked=True, of=("self",)):
         guards.release(run)
-        incidents.look_again(run.pk, "its node is heard again", afresh=False)
+        incidents.look_again(run.pk, "the node is heard again", afresh=False)
 
 
 def held_on(node: Node) -> QuerySet[Placement]:
@@ -206,7 +206,9 @@ def _order_kill(ctx: StepContext, node: Node, live: list[Placement], first: int)
 
 def _cut_power(ctx: StepContext, node: Node, why: str) -> Outcome:
     if not node.bmc_url:
-        return Ask(text=f"{why}, and {node.name} has no BMC on record: switch it off by hand")
+        return NeedsOperator(
+            text=f"{why}, and {node.name} has no BMC on record: switch it off by hand"
+        )
     try:
         waits = None if power.read(node).off else _switch_off(ctx, node)
     except power.PowerError as error:
@@ -221,7 +223,7 @@ def _cut_power(ctx: StepContext, node: Node, why: str) -> Outcome:
 
 def _switch_off(ctx: StepContext, node: Node) -> Wait | None:
     """Have a node switched off that is not off. None once it is; what to wait for before."""
-    goes_off = "its BMC has been told to switch it off"
+    goes_off = "the BMC has been told to switch the node off"
     told_off = float(ctx.values.get("told_off") or 0.0)
     # A second order may be refused. A moment that is yet to come was told by another clock.
     if 0 <= time.time() - told_off < GOES_OFF_S:
@@ -287,7 +289,7 @@ def decision_is_stale(ctx: StepContext) -> bool:
 
 
 def _decide_anew() -> Outcome:
-    return Back(to="decide", text="a graver failure came meanwhile")
+    return GoTo(to="decide", text="a graver failure came meanwhile")
 
 
 def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
@@ -370,9 +372,11 @@ def await_verdict(ctx: StepContext) -> Outcome:
         requester=ctx.values.get("examination") or "", verb="field_diagnose"
     ).first()
     if command is None:
-        return Back(to="examine", text="the examination is to be tried again")
+        return GoTo(to="examine", text="the examination is to be tried again")
     if command.state not in COMMAND_FINISHED and (why := _not_under_way(node, command)):
-        return _no_verdict(ctx, node, why, lambda: fleet.call_back_commands(_asker(command)))
+        return _no_verdict(
+            ctx, node, why, lambda: fleet.call_back_commands(_requesting_step(command))
+        )
     if command.state not in COMMAND_FINISHED:
         return Wait(text="the field diagnostic is under way", wake_s=30.0)
     found = command.output.get("outcome") if command.state == CommandState.DONE else None
@@ -405,7 +409,7 @@ def _not_under_way(node: Node, command: Command) -> str:
         return f"{node.name} has not been heard for {deadline_s:g} s"
     queued = command.state == CommandState.QUEUED
     if queued and now - command.created_at > timedelta(seconds=deadline_s):
-        return f"its agent has not taken the order within {deadline_s:g} s"
+        return f"the node's agent has not taken the order within {deadline_s:g} s"
     return ""
 
 
@@ -413,10 +417,10 @@ def _no_verdict(
     ctx: StepContext, node: Node, why: str, apply: Callable[[], object] = lambda: None
 ) -> Outcome:
     text = f"the field diagnostic came to no verdict: {why}"
-    return _given_up(ctx, node, Ask(text=text, context={"examination": None}), apply)
+    return _given_up(ctx, node, NeedsOperator(text=text, context={"examination": None}), apply)
 
 
-def _asker(command: Command) -> str:
+def _requesting_step(command: Command) -> str:
     """The step that asked for a command: see `StepContext.requester`."""
     return command.requester.rpartition(".")[0]
 
@@ -468,11 +472,13 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
             apply=enter,
         )
     if state.on and state.boot_id and state.boot_id != before:
-        return Done(text=f"it was restarted ({words}): its boot id changed")
+        return Done(text=f"the node was restarted ({words}): its boot id changed")
     if state.on and not state.boot_id and ctx.values.get("was_off"):
-        return Done(text="it was off and is on now: it has been restarted")
+        return Done(text="the node was off and is on now: it has been restarted")
     if state.on and not state.boot_id and ctx.step.attempts > 1:
-        return Ask(text="its BMC cannot tell whether it has been restarted; look before going on")
+        return NeedsOperator(
+            text="the BMC cannot tell whether the node has been restarted; look before going on"
+        )
     try:
         if rung == Rung.POWER_CYCLE and state.on:
             waits = _switch_off(ctx, node)
@@ -484,7 +490,9 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
     except power.PowerError as error:
         if state.boot_id:
             raise  # looked at again: the boot id will tell
-        return Ask(text=f"{error}; whether it was restarted cannot be told: look before going on")
+        return NeedsOperator(
+            text=f"{error}; whether it was restarted cannot be told: look before going on"
+        )
     return Done(
         text="restarted through its BMC" if state.on else "switched on",
         evidence={"boot_before": before},
@@ -512,7 +520,9 @@ def _enter_repair(ctx: StepContext, node: Node, rung: Rung, deadline_s: float) -
 def _hand_to_vendor(ctx: StepContext, node: Node) -> Outcome:
     card = Gpu.objects.filter(pk=ctx.values.get("gpu", "")).first()
     if card is None:
-        return Ask(text="which card goes back is not known: look, then open the case by hand")
+        return NeedsOperator(
+            text="which card goes back is not known: look, then open the case by hand"
+        )
     reason = str(ctx.values.get("why", ""))
 
     def apply() -> None:
@@ -531,17 +541,18 @@ def await_boot(ctx: StepContext) -> Outcome:
     node = node_of(ctx)
     before = ctx.values.get("boot_before")
     if before is None:
-        return Skip(text="it was not restarted")
+        return Skip(text="the node was not restarted")
     back = node.boot_id != before and node.lease.reachable
     if node.state == NodeState.REPAIR_FAILED and not back:
-        why = f"it did not come back within {settings.BOOT_DEADLINE_S:g} s"
+        why = f"the node did not come back within {settings.BOOT_DEADLINE_S:g} s"
         return not_helped(ctx, why, blamed=False)
     if node.boot_id == before:
         return Wait(text="not heard since it was restarted")
     if not node.lease.reachable:
-        return Wait(text="it booted; its beats are awaited")
+        return Wait(text="the node booted; its beats are awaited")
     return Done(
-        text=f"it beats again under boot id {node.boot_id}", evidence={"boot_id": node.boot_id}
+        text=f"the node beats again under boot id {node.boot_id}",
+        evidence={"boot_id": node.boot_id},
     )
 
 
@@ -552,8 +563,8 @@ def not_helped(ctx: StepContext, why: str, *, blamed: bool = True) -> Outcome:
     """
     restarts_left = ctx.values["rung"] in (Rung.RESET_GPU, Rung.REBOOT)
     if not (ctx.run.steps.filter(key="decide").exists() and (blamed or restarts_left)):
-        return Ask(text=why)
-    return Back(
+        return NeedsOperator(text=why)
+    return GoTo(
         to="decide",
         text=why,
         context={
@@ -574,7 +585,7 @@ def return_to_service(ctx: StepContext) -> Outcome:
     if node.state in IN_SERVICE - {NodeState.SUSPECT}:
         return Skip(text=f"{node.name} is in service already")
     if node.state == NodeState.VALIDATION_FAILED:
-        return Back(to="validate", text="not validated by now: it must pass its diagnostic first")
+        return GoTo(to="validate", text="not validated by now: it must pass its diagnostic first")
     theirs = (f"{OWNED}{ctx.run.requested_by}", "")
     if (
         ctx.run.playbook != "return-node"
@@ -615,7 +626,7 @@ QUARANTINE = StepDefinition(
     act=quarantine,
     effect=Effect.IDEMPOTENT,
     disruptive=True,
-    moot=no_longer_wanted,
+    obsolete_reason=no_longer_wanted,
     does=words_of_quarantine,
     timeout_s=1800,
     prose="Kill what runs on it through its agent. If the agent does not answer, switch "

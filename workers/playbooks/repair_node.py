@@ -26,10 +26,10 @@ from controlplane.jobs.models import Checkpoint, Job, Placement
 from workers import guards, triage
 from workers.playbooks import node_steps
 from workers.playbooks.base import (
-    Ask,
-    Back,
     Done,
     End,
+    GoTo,
+    NeedsOperator,
     Outcome,
     Playbook,
     StepContext,
@@ -37,7 +37,7 @@ from workers.playbooks.base import (
     Wait,
 )
 from workers.playbooks.validation import await_soak, run_diagnostic
-from workers.repair import Record, cards_named, choose_rung, next_rung
+from workers.repair_ladder import Record, cards_named, choose_rung, next_rung
 
 #: States in which a node may hold work, that is emptied before anybody is asked about it.
 MAY_HOLD_WORK = IN_SERVICE | {NodeState.DRAINING, NodeState.DRAIN_FAILED}
@@ -75,7 +75,7 @@ def decide(ctx: StepContext) -> Outcome:
     urgency = ctx.values.get("urgency", Urgency.NOW)
     if choice is None and (urgency == Urgency.IDLE or node.state not in MAY_HOLD_WORK):
         out = "" if node.state in MAY_HOLD_WORK else f"; {ONCE_WELL}"
-        return Ask(text=f"{_nothing_left(ctx)}{out}", evidence=evidence)
+        return NeedsOperator(text=f"{_nothing_left(ctx)}{out}", evidence=evidence)
     words = f"{_nothing_left(ctx)}; it is emptied first"
     if choice is not None:
         words = f"{Rung(choice.rung).label}: {choice.reason}"
@@ -123,7 +123,7 @@ def _await_checkpoints(
     asked for."""
     there = {p.replica.job_id: p.replica.job for p in busy.select_related("replica__job")}
     if not there:
-        return "it holds no job"
+        return "the node holds no job"
     asked = ctx.values.get(noted)
     if asked is None:
 
@@ -205,8 +205,10 @@ def repair(ctx: StepContext) -> Outcome:
         return node_steps.repair(ctx)
     again = ctx.values.get("retry", 0) != ctx.values["decided_in"]
     if again or node_steps.decision_is_stale(ctx):
-        return Back(to="decide", text="it is tried again, or a graver failure came meanwhile")
-    return Ask(text=str(ctx.values["why"]))
+        return GoTo(
+            to="decide", text="the repair is tried again, or a graver failure came meanwhile"
+        )
+    return NeedsOperator(text=str(ctx.values["why"]))
 
 
 def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
@@ -217,7 +219,7 @@ def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
 def validate(ctx: StepContext) -> Outcome:
     node = node_steps.node_of(ctx)
     if node.report.get("boot_id", node.boot_id) != node.boot_id:
-        return Wait(text="its cards are not listed yet since it booted")
+        return Wait(text="the node's cards are not listed yet since it booted")
     return run_diagnostic(
         ctx,
         node,
@@ -231,13 +233,13 @@ def _not_validated(ctx: StepContext, node: Node, why: str, output: Mapping[str, 
     """Climb, but let no card go back for what another one has, or the host, or for what the
     vendor's own tool does not find."""
     if ctx.values["rung"] == Rung.FIELD_DIAGNOSTIC:
-        return Ask(text=f"the card passed the field diagnostic; {why}")
+        return NeedsOperator(text=f"the card passed the field diagnostic; {why}")
     card = str(ctx.values.get("gpu", ""))
     theirs = Gpu.objects.filter(Q(node=node) | Q(pk=card))
     named = cards_named(output, dict(theirs.values_list("uuid", "pci_address")))
     lost = [gpu.pk for gpu in _missing_cards(ctx, node)] == [card]
     if card and named and card not in named and not lost:
-        return Ask(text=f"{why}; that is not of the card that was repaired")
+        return NeedsOperator(text=f"{why}; that is not of the card that was repaired")
     return node_steps.not_helped(ctx, why, blamed=card in named or lost)
 
 
@@ -269,7 +271,7 @@ def return_whole(ctx: StepContext) -> Outcome:
         if node.state == NodeState.VALIDATING:
             fleet.transition(SYSTEM, node.pk, NodeState.VALIDATION_FAILED, reason=missing)
 
-    return Ask(text=missing, apply=fail)
+    return NeedsOperator(text=missing, apply=fail)
 
 
 PLAYBOOK = Playbook(

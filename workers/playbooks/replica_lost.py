@@ -5,10 +5,8 @@ The survivors need nothing from here: they took over its shards on their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 from django.conf import settings
 from django.db.models import Q
@@ -29,13 +27,13 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import LEFT, Interruption, Placement, Replica
 from controlplane.jobs.selectors import was_sent_away
-from node_agent import wire
 from workers import losses, recovery, triage
+from workers.placement import choose_spare
 from workers.playbooks.base import (
-    Ask,
-    Back,
     Done,
     End,
+    GoTo,
+    NeedsOperator,
     Outcome,
     Playbook,
     Skip,
@@ -43,24 +41,26 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
-from workers.playbooks.lost_together import (
+from workers.playbooks.multi_node_recovery import (
     await_all,
-    await_free,
     choose_places,
     end_what_is_left,
     end_what_was_begun,
     lacks_a_place,
-    may_stay,
-    replica_of,
     start_together,
+)
+from workers.playbooks.replica_steps import (
+    START_S,
+    await_free,
+    can_restart_on,
+    order_start,
+    replica_of,
+    runs_on,
+    see_ended,
+    start_failed,
     trains_again,
 )
-from workers.playbooks.orders import START_ORDER_S, start_rank_command
-from workers.spares import choose_spare
 
-#: A start takes so long at most, in seconds, with the orders to end what hangs and what was begun
-#: before, and that to end it if nobody answers: each is awaited until its result is given up.
-START_S = 400.0
 #: Who leaves says so once what it had saved is written, for which it waits half a minute at most.
 FAREWELL_TAKES = timedelta(seconds=40)
 
@@ -186,7 +186,7 @@ def choose_place(ctx: StepContext) -> Outcome:
         return Done(
             text=f"the warm spare on {where} has its place"
             if successor.warm
-            else f"it was being moved to {where}: the process there takes its place",
+            else f"the replica was being moved to {where}: the process there takes its place",
             context={"strategy": "standby", "target": successor.node_id},
         )
     others = alive.exclude(replica=placement.replica).filter(standby=False)
@@ -205,7 +205,7 @@ def choose_place(ctx: StepContext) -> Outcome:
     situation = recovery.Situation(
         node_fit=bool(ctx.values["node_fit"])
         and not going
-        and may_stay(placement.node, job)
+        and can_restart_on(placement.node, job)
         and not _is_others(placement)
         and placement.node_id not in ctx.values["passed_over"],
         reset_pending=bool(placement.node.reset_pending),
@@ -236,7 +236,7 @@ def choose_place(ctx: StepContext) -> Outcome:
         f"in place, on {placement.node.name}" if in_place else f"on {spare.name if spare else ''}"
     )
     return Done(
-        text=f"it returns {where}: {decision.reason}",
+        text=f"the replica returns {where}: {decision.reason}",
         evidence=evidence,
         context={"strategy": decision.strategy, "target": target},
     )
@@ -256,14 +256,14 @@ def take_node_out(ctx: StepContext) -> Outcome:
         return Skip(text=f"{node.name} is fit and keeps working")
     alone = placement.replica.job.nodes_per_replica == 1
     if ctx.values.get("code") == "node-lost" and placement.end_reason.startswith(LEFT) and alone:
-        return Skip(text=f"it had left before {node.name} fell silent: nothing new can meet it")
+        return Skip(text=f"the process had ended before {node.name} fell silent: two cannot meet")
     steps = PlaybookStep.objects.filter(
         key="quarantine", run__node=node, finished_at__gt=placement.created_at
     )
     if steps.filter(state=StepState.DONE).exists():
         return Done(text=f"{node.name} is quarantined: nothing of it runs there")
     if ctx.values.get("code") in triage.SILENCE_ALONE and losses.lives(placement):
-        return Back(to="find-cause", text=f"it lives on {node.name}, which beats again")
+        return GoTo(to="find-cause", text=f"the replica is alive on {node.name}, which beats again")
     repairs = PlaybookRun.objects.filter(playbook="repair-node", node=node)
     under_way = repairs.filter(state__in=sorted(RUN_UNFINISHED), context__urgency=Urgency.NOW)
     # One that asked for a person before this was lost is asked again, and knows more then.
@@ -279,7 +279,7 @@ def take_node_out(ctx: StepContext) -> Outcome:
 
     if in_hand is not None and gone and (asks or not silence):
         return Done(
-            text=f"its process ended; {node.name} is being taken out by its repair run, and takes "
+            text=f"the process ended; {node.name} is being taken out by its repair run, and takes "
             "no new work",
             apply=set_aside,
         )
@@ -293,15 +293,15 @@ def take_node_out(ctx: StepContext) -> Outcome:
     # A dry run succeeds, and has shown its steps.
     if gone and for_this and (for_this.state != RunState.SUCCEEDED or steps.exists()):
         return Done(
-            text=f"its process ended; {node.name} was not taken out, and takes no new work",
+            text=f"the process ended; {node.name} was not taken out, and takes no new work",
             apply=set_aside,
         )
     since = ctx.step.started_at or timezone.now()
     ended = repairs.filter(finished_at__gt=max(since, placement.created_at)).last()
     if ended is not None and ended.state == RunState.SUCCEEDED and steps.count() == 0:
-        return Back(to="find-cause", text=f"{node.name} was not taken out: {ended.state_reason}")
+        return GoTo(to="find-cause", text=f"{node.name} was not taken out: {ended.state_reason}")
     if ended is not None:
-        return Ask(
+        return NeedsOperator(
             text=f"{node.name} was not taken out ({ended.state_reason}): until nothing runs there, "
             "its replica must not be started anywhere else"
         )
@@ -353,14 +353,14 @@ def start_replica(ctx: StepContext) -> Outcome:
     if command.state == CommandState.DONE:
         return runs_on(target, command)
     if not target.lease.reachable:
-        return Back(
+        return GoTo(
             to="find-cause",
             text=f"{target.name} went silent before it started it",
             context={"lost_placement": ctx.placement_id()},
         )
     if command.state in COMMAND_FINISHED:
         return start_failed(ctx, target, command)
-    return Wait(text=f"waiting for {target.name} to start it")
+    return Wait(text=f"waiting for {target.name} to start the process")
 
 
 def _ending_of_what_hangs(ctx: StepContext, lost: Placement) -> Outcome | None:
@@ -374,10 +374,10 @@ def _ending_of_what_hangs(ctx: StepContext, lost: Placement) -> Outcome | None:
         # Where the spare has its place it is the node's own incident.
         gone = lost.state == PlacementState.ENDED
         text = f"{node.name} went silent before its process was seen to end"
-        return None if gone else Back(to="find-cause", text=text)
+        return None if gone else GoTo(to="find-cause", text=text)
     stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()
     if stop is not None and stop.state in COMMAND_FINISHED and stop.state != CommandState.DONE:
-        return Back(
+        return GoTo(
             to="take-node-out",
             text=f"{node.name} does not end its process ({stop.error or stop.state}): it is unfit",
             context={"node_fit": False, "action": Action.POWER_CYCLE},
@@ -390,7 +390,7 @@ def _ending_of_a_start(ctx: StepContext, replica: Replica) -> Outcome | None:
     begun = replica.alive.filter(pk=ctx.values.get("placement", ""), node__lease__reachable=False)
     silent = begun.exclude(pk=ctx.values["lost_placement"]).first()
     if silent is not None:
-        return Back(
+        return GoTo(
             to="find-cause",
             text=f"{silent.node.name} went silent before it started it",
             context={"lost_placement": silent.pk},
@@ -416,35 +416,6 @@ def _let_standby_have_it(
     )
 
 
-def start_failed(ctx: StepContext, target: Node, command: Command) -> Outcome:
-    """Go on to another node, once nothing of this start can be running on the one that failed: from
-    the step that chooses the place, which passes this one over."""
-    stop = Command.objects.filter(requester=ctx.requester(), verb="stop_process").first()
-    if command.state == CommandState.EXPIRED and stop is None:
-
-        def order_stop() -> None:
-            order = wire.StopProcess(placement=ctx.placement_id(), grace_s=0)
-            fleet.queue_command(SYSTEM, target.pk, order, requester=ctx.requester())
-
-        return Wait(text=f"{target.name} did not answer; told to stop it", apply=order_stop)
-    if stop is not None and stop.state not in COMMAND_FINISHED:
-        return Wait(text=f"waiting for {target.name} to say that nothing runs")
-    if stop is not None and stop.state != CommandState.DONE:
-        return Ask(text=f"{target.name} neither started it nor says that it did not")
-
-    def apply() -> None:
-        if not jobs.end_placement(SYSTEM, ctx.placement_id(), command.error, free_node=True):
-            # A warm spare has taken its place meanwhile.
-            jobs.vacate(SYSTEM, Placement.objects.get(pk=ctx.placement_id()))
-
-    return Back(
-        to="choose-place",
-        text=f"{target.name} did not start it: {command.error or command.state}",
-        context={"passed_over": [*ctx.values["passed_over"], target.pk]},
-        apply=apply,
-    )
-
-
 def await_rejoin(ctx: StepContext) -> Outcome:
     if replica_of(ctx).job.nodes_per_replica > 1:
         return await_all(ctx)
@@ -455,9 +426,9 @@ def await_rejoin(ctx: StepContext) -> Outcome:
     # Lost again comes first: it may have joined and died before anybody looked.
     gone = losses.told_gone(placement)
     if gone or placement.state == PlacementState.ENDED or not placement.node.lease.reachable:
-        return Back(
+        return GoTo(
             to="find-cause",
-            text=f"it was lost again on {placement.node.name}",
+            text=f"the replica was lost again on {placement.node.name}",
             context={"lost_placement": placement.pk},
         )
     if placement.joined_at is None:
@@ -563,65 +534,6 @@ PLAYBOOK = Playbook(
         ),
     ),
 )
-
-
-def order_start(
-    ctx: StepContext, replica: Replica, target: Node, first: Callable[[], object] = lambda: None
-) -> Outcome:
-    """Place a replica on a node and order its rank to be started there, having done what comes
-    first: from the step that chooses the place again, if that was taken meanwhile."""
-    jobs.check_active(replica.job)
-    placement_id = ctx.placement_id()
-
-    def apply() -> None:
-        first()
-        jobs.place(SYSTEM, replica.pk, target.pk, placement_id=placement_id)
-        order = start_rank_command(replica, placement_id)
-        fleet.queue_command(
-            SYSTEM, target.pk, order, requester=ctx.requester(), ttl_s=START_ORDER_S
-        )
-
-    return Wait(
-        text=f"{target.name} is told to start it",
-        context={"placement": placement_id},
-        apply=apply,
-        on_conflict=Back(
-            to="choose-place", node_id=target.pk, text=f"{target.name} was taken meanwhile"
-        ),
-    )
-
-
-def see_ended(
-    ctx: StepContext, placement: Placement, why: str, noted: Mapping[str, Any] | None = None
-) -> Outcome | None:
-    """Have a process killed that trains nothing of its own; None once nothing of it runs.
-
-    At once: what it holds is held elsewhere. `noted`: for the run's context, from its order on.
-    """
-    node, context = placement.node, noted or {}
-    stop = Command.objects.filter(requester=ctx.requester("stop"), verb="stop_process").first()
-    if stop is None and not node.lease.reachable:
-        # Its own repair takes a silent node out, and what ran there with it.
-        return Wait(text=f"{why}; {node.name} is not heard", context=context, wake_s=2.0)
-    if stop is None:
-
-        def order() -> None:
-            verb = wire.StopProcess(placement=placement.pk, grace_s=0)
-            fleet.queue_command(SYSTEM, node.pk, verb, requester=ctx.requester("stop"))
-
-        return Wait(text=f"{why}; {node.name} is told to end it", context=context, apply=order)
-    if stop.state not in COMMAND_FINISHED:
-        return Wait(text=f"{why}; waiting for {node.name} to say that nothing of it runs")
-    if stop.state != CommandState.DONE:
-        return Ask(text=f"{why}; {node.name} does not say that nothing of it runs")
-    return None
-
-
-def runs_on(node: Node, start: Command) -> Done:
-    return Done(
-        text=f"process {start.output.get('pid')} runs on {node.name}",
-        evidence={"command": start.pk, "output": start.output},
-    )
 
 
 # --- helpers --------------------------------------------------------------------------------------

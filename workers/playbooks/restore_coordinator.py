@@ -18,9 +18,9 @@ from controlplane.jobs import actions as jobs
 from controlplane.jobs.models import Job
 from node_agent import wire
 from workers.playbooks.base import (
-    Ask,
     Done,
     End,
+    NeedsOperator,
     Outcome,
     Playbook,
     StepContext,
@@ -65,11 +65,15 @@ def start(ctx: StepContext) -> Outcome:
                 requester=ctx.requester(),
             )
 
-        return Wait(text=f"told to start it on port {port} again", apply=order)
+        return Wait(
+            text=f"the node is told to start the coordinator on port {port} again", apply=order
+        )
     if command.state not in COMMAND_FINISHED:
-        return Wait(text="it is starting")
+        return Wait(text="the coordinator is starting")
     if command.state != CommandState.DONE:
-        return Ask(text=f"it did not start: {command.error or command.state}")
+        return NeedsOperator(
+            text=f"the coordinator did not start: {command.error or command.state}"
+        )
     address = str(command.output["address"])
 
     def apply() -> None:

@@ -22,8 +22,8 @@ from controlplane.incidents.actions.runs import look_again
 from controlplane.incidents.choices import Effect, RunState
 from controlplane.incidents.models import PlaybookRun
 from workers.playbooks.base import (
-    Ask,
     Done,
+    NeedsOperator,
     Outcome,
     Playbook,
     StepContext,
@@ -44,7 +44,7 @@ def watch(ctx: StepContext) -> Outcome:
         waited = timezone.now() - (ctx.step.started_at or timezone.now())
         text = f"{SILENT}{names}. Nothing is done to them"
         if waited > timedelta(seconds=settings.SILENCE_ASK_S):
-            return Ask(
+            return NeedsOperator(
                 text=f"{text}. This lasts {waited.total_seconds():.0f} s: look at their switch, "
                 "their uplink, and whether our own intake is reachable from there"
             )

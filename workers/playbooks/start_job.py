@@ -19,19 +19,19 @@ from controlplane.jobs.actions.jobs import STOP_TTL_S
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState
 from controlplane.jobs.models import IN_ITS_PLACE, Job, Placement, Replica
 from node_agent import wire
+from workers.placement import choose_coordinator_node, choose_near, choose_nodes
 from workers.playbooks.base import (
-    Ask,
-    Back,
     Done,
+    GoTo,
+    NeedsOperator,
     Outcome,
     Playbook,
     StepContext,
     StepDefinition,
     Wait,
 )
-from workers.playbooks.orders import start_rank_command
-from workers.playbooks.together import start_all, starts_of, went_unheard
-from workers.spares import choose_coordinator_node, choose_near, choose_nodes
+from workers.playbooks.multi_node import start_all, starts_of, went_unheard
+from workers.playbooks.start_rank import start_rank_command
 
 
 def choose(ctx: StepContext) -> Outcome:
@@ -85,17 +85,17 @@ def start_coordinator(ctx: StepContext) -> Outcome:
             )
 
         return Wait(
-            text="the node is told to start it",
+            text="the node is told to start the coordinator",
             context={"coordinator_placement": placement_id},
             apply=order,
         )
     if command.state not in COMMAND_FINISHED:
-        return Wait(text="it is starting")
+        return Wait(text="the coordinator is starting")
     if command.state != CommandState.DONE:
         at_fault = [] if went_unheard(ctx, command) else [command.node_id]
-        return Back(
+        return GoTo(
             to="choose-nodes",
-            text=f"it did not start: {command.error or command.state}",
+            text=f"the coordinator did not start: {command.error or command.state}",
             context={"passed_over": [*ctx.values.get("passed_over", []), *at_fault]},
             apply=lambda: _stop_unknown(ctx),
         )
@@ -123,7 +123,7 @@ def start_ranks(ctx: StepContext) -> Outcome:
         def give_up() -> None:
             _begin_anew(job, text)
 
-        return Back(to="choose-nodes", node_id=silent.pk, text=text, apply=give_up)
+        return GoTo(to="choose-nodes", node_id=silent.pk, text=text, apply=give_up)
     if job.nodes_per_replica > 1:
         return _start_together(ctx, job)
     commands = Command.objects.filter(requester__startswith=f"{ctx.requester()}.")
@@ -170,7 +170,7 @@ def _stop_unknown(ctx: StepContext) -> None:
     )
 
 
-def _taken(job: Job) -> Back:
+def _taken(job: Job) -> GoTo:
     """Another run placed a rank on a node that was chosen. The coordinator that was started for
     these nodes ends, unless ranks of this job know it."""
     text = "one of the nodes was taken meanwhile"
@@ -179,7 +179,7 @@ def _taken(job: Job) -> Back:
         if not _has_ranks(job):
             _begin_anew(job, text)
 
-    return Back(to="choose-nodes", text=text, apply=begin_anew)
+    return GoTo(to="choose-nodes", text=text, apply=begin_anew)
 
 
 def _begin_anew(job: Job, why: str) -> None:
@@ -199,18 +199,18 @@ def _not_started(ctx: StepContext, failed: Sequence[Command]) -> Outcome:
     bad = [one for one in failed if not went_unheard(ctx, one)]
     if bad:
         said = (f"{nodes[one.node_id].name} ({one.error or one.state})" for one in bad)
-        return Ask(text=f"did not start their ranks: {', '.join(sorted(said))}")
+        return NeedsOperator(text=f"did not start their ranks: {', '.join(sorted(said))}")
     names = ", ".join(sorted(one.name for one in nodes.values()))
     if not all(one.lease.reachable for one in nodes.values()):
         return Wait(text=f"{names} went silent before they started their ranks, and are awaited")
-    return Back(to="start-ranks", node_id=failed[0].node_id, text=f"{names} are heard again")
+    return GoTo(to="start-ranks", node_id=failed[0].node_id, text=f"{names} are heard again")
 
 
 def _start_together(ctx: StepContext, job: Job) -> Outcome:
     replica = job.replicas.select_related("job").get()
     brought_back = PlaybookRun.objects.filter(playbook="replica-lost", job=job)
     if brought_back.filter(state__in=sorted(RUN_UNFINISHED)).exists() and starts_of(ctx):
-        return Done(text="one of its nodes was lost, and it is brought back by a run of its own")
+        return Done(text="a node of the replica was lost; a run of its own brings it back")
     return start_all(
         ctx,
         replica,

@@ -18,10 +18,10 @@ from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from node_agent import wire
-from workers.playbooks.base import Ask, Back, Done, Outcome, StepContext, Wait
-from workers.repair import diagnosis_passed
+from workers.playbooks.base import Done, GoTo, NeedsOperator, Outcome, StepContext, Wait
+from workers.repair_ladder import diagnosis_passed
+from workers.signal_triage import HARDWARE_SPEAKS, verdict_of
 from workers.triage import condemns_node
-from workers.verdicts import HARDWARE_SPEAKS, verdict_of
 
 #: Longest time that a diagnostic may take, in seconds.
 DIAGNOSTIC_S = 600
@@ -31,7 +31,9 @@ def run_diagnostic(
     ctx: StepContext,
     node: Node,
     level: Literal[1, 2],
-    on_failed: Callable[[str, Mapping[str, object]], Outcome] = lambda why, _: Ask(text=why),
+    on_failed: Callable[[str, Mapping[str, object]], Outcome] = lambda why, _: NeedsOperator(
+        text=why
+    ),
     lacking: Callable[[], str] = lambda: "",
 ) -> Outcome:
     """Have the node's agent run its diagnostics; the node is `validating` meanwhile.
@@ -79,12 +81,12 @@ def run_diagnostic(
 
 
 def await_soak(ctx: StepContext, node: Node) -> Outcome:
-    """Watch the node for SOAK_S seconds: any hardware signal or lost lease ends in `Ask`.
+    """Watch the node for SOAK_S seconds: any hardware signal or lost lease ends in `NeedsOperator`.
 
     What was told since its diagnostic began counts too.
     """
     if node.state == NodeState.VALIDATION_FAILED:
-        return Back(to="validate", text="tried again: it must pass its diagnostic first")
+        return GoTo(to="validate", text="tried again: it must pass its diagnostic first")
     began = ctx.step.started_at or timezone.now()
     since = node.state_since
     heard = Q(recorded_at__gte=since) | Q(repeated_at__gte=since)
@@ -96,7 +98,7 @@ def await_soak(ctx: StepContext, node: Node) -> Outcome:
         def fail() -> None:
             fleet.transition(SYSTEM, node.pk, NodeState.VALIDATION_FAILED, reason=reason)
 
-        return Ask(text=f"while watched: {reason}", apply=fail)
+        return NeedsOperator(text=f"while watched: {reason}", apply=fail)
     left = began + timedelta(seconds=settings.SOAK_S) - timezone.now()
     if left > timedelta(0):
         return Wait(text=f"watched for {settings.SOAK_S:g} s", wake_s=left.total_seconds())

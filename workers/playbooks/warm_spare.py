@@ -28,8 +28,8 @@ from workers.playbooks.base import (
     StepDefinition,
     Wait,
 )
-from workers.playbooks.orders import START_ORDER_S, start_rank_command
-from workers.playbooks.replica_lost import runs_on, see_ended
+from workers.playbooks.replica_steps import runs_on, see_ended
+from workers.playbooks.start_rank import START_ORDER_S, start_rank_command
 
 DEADLINE_S = 86_400.0
 
@@ -60,7 +60,7 @@ def start(ctx: StepContext) -> Outcome:
 def await_state(ctx: StepContext) -> Outcome:
     spare = _spare(ctx)
     if not spare.standby:
-        return Done(text=f"it has the place of replica {spare.replica.index} already")
+        return Done(text=f"the warm spare has the place of replica {spare.replica.index} already")
     if spare.state == PlacementState.ENDED:
         return _ended(spare)
     waited = timezone.now() - (ctx.step.started_at or timezone.now())
@@ -114,7 +114,7 @@ def _ended(spare: Placement) -> Fail:
 def _give_up(ctx: StepContext, spare: Placement, why: str) -> Outcome:
     """See that nothing of it runs, and free its node; unless it trains by now."""
     if not spare.standby:
-        return Done(text=f"it has the place of replica {spare.replica.index} already")
+        return Done(text=f"the warm spare has the place of replica {spare.replica.index} already")
     ending = see_ended(ctx, spare, why)
     if ending is not None:
         return ending

@@ -1,12 +1,11 @@
-"""What a card's sensors, or a port's counters, mean: `workers.readings` and `workers.watching` say
-what was found in them."""
+"""What a finding of `workers.detectors` in a card's sensors, or a port's counters, means."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from workers import readings, watching
+from workers import detectors
 from workers.triage.lines import RECOVERY_ACTIONS
 from workers.triage.verdicts import SILENT, LineVerdict
 
@@ -29,11 +28,11 @@ _REASONS = {
 def judge_reading(pci: str, data: Mapping[str, Any]) -> LineVerdict | None:
     """What a stored reading means: `data` as the keeper wrote it. None for nothing."""
     name, value = str(data.get("reading", "")), float(data.get("value", 0.0))
-    if name in readings.FLAGS:
+    if name in detectors.CARD_FLAGS:
         return judge_flag(pci, name, value)
     if name == "ecc_corrected":
         return judge_errors(pci, data.get("errors", ()), data.get("window_s", 0.0))
-    if name in watching.PORT_ERRORS_AN_HOUR or name.startswith("port_"):
+    if name in detectors.PORT_ERRORS_AN_HOUR or name.startswith("port_"):
         return _judge_port(name, value, str(data.get("port", "a port")))
     return _judge_watched(pci, name, value, data)
 
@@ -67,7 +66,7 @@ def judge_errors(pci: str, errors: Sequence[float], window_s: float) -> LineVerd
     Its memory is failing but still corrects itself: the card can be emptied before the fault, at
     a moment that costs its job nothing. None if they do not accelerate.
     """
-    if not readings.accelerates(errors):
+    if not detectors.accelerates(errors):
         return None
     counts = ", ".join(f"{count:.0f}" for count in errors)
     return LineVerdict(
@@ -78,12 +77,12 @@ def judge_errors(pci: str, errors: Sequence[float], window_s: float) -> LineVerd
         urgency="next_checkpoint",
         rule="ecc-acceleration",
         summary=f"corrected memory errors accelerate: {counts} in each "
-        f"{window_s / readings.PARTS:g} s, the newest last",
+        f"{window_s / detectors.GROWTH_PARTS:g} s, the newest last",
     )
 
 
 def judge_flag(pci: str, name: str, value: float) -> LineVerdict | None:
-    """What NVML says of a card's memory, or wants done: see `readings.FLAGS`. None for nothing.
+    """What one of `detectors.CARD_FLAGS`, NVML's word on memory, calls for; None for nothing.
 
     NVIDIA's memory guide: a pending remap takes effect with a reset; the card is for RMA where a
     remap failed, where a bank has no spare row left (eight uncorrectable remaps), and at 512 remaps
@@ -157,7 +156,7 @@ def _judge_watched(
             f"limit of {data.get('limit', 0.0):.0f} °C",
         )  # fmt: skip
     if name == "throttle_reasons":
-        held = int(value) & watching.THROTTLE
+        held = int(value) & detectors.THROTTLE
         why = ", ".join(words for bit, words in _REASONS.items() if held & bit)
         return LineVerdict(
             "throttled", pci, "platform", "check_mechanicals", "idle", "clocks-event-reasons",
@@ -172,7 +171,7 @@ def _judge_watched(
         return LineVerdict(
             "pcie-replays", pci, "platform", "check_mechanicals", "idle", "pcie-replay-rate",
             f"{value:.0f} PCIe replays in a minute, where "
-            f"{watching.PCIE_REPLAYS_A_MINUTE} are the most for a healthy link",
+            f"{detectors.PCIE_REPLAYS_A_MINUTE} are the most for a healthy link",
         )  # fmt: skip
     return None
 
@@ -186,9 +185,10 @@ def _judge_port(name: str, value: float, port: str) -> LineVerdict | None:
     if name == "port_flaps":
         return LineVerdict(
             "fabric-flaps", "", "fabric", "check_mechanicals", "next_checkpoint", "port-flaps",
-            f"port {port} went down {value:.0f} times, for {watching.FLAP_DOWN_S:.0f} s and longer",
+            f"port {port} went down {value:.0f} times, for "
+            f"{detectors.FLAP_DOWN_S:.0f} s and longer",
         )  # fmt: skip
-    if value <= watching.PORT_ERRORS_AN_HOUR.get(name, 0):
+    if value <= detectors.PORT_ERRORS_AN_HOUR.get(name, 0):
         return None
     return LineVerdict(
         "fabric-errors", "", "fabric", "check_mechanicals", "idle", "port-error-rate",

@@ -140,7 +140,7 @@ class NodeFilter:
         if self.code:
             nodes = nodes.filter(Exists(_open_faults().filter(code=self.code)))
         if self.job:
-            nodes = nodes.filter(Exists(_stays().filter(replica__job=self.job)))
+            nodes = nodes.filter(Exists(_active_placements().filter(replica__job=self.job)))
         if self.rack:
             nodes = nodes.filter(rack=self.rack)
         if self.text:
@@ -195,7 +195,7 @@ def _open_faults() -> QuerySet[Failure]:
     return Failure.objects.filter(OPEN_FAULT, node=OuterRef("pk"))
 
 
-def _stays() -> QuerySet[Placement]:
+def _active_placements() -> QuerySet[Placement]:
     return Placement.objects.filter(node=OuterRef("pk")).exclude(state=PlacementState.ENDED)
 
 

@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from controlplane.accounts.selectors import usernames
 from controlplane.errors import Conflict
 from controlplane.incidents.models import PlaybookRun
-from controlplane.incidents.moves import AS_WHOLE, PLAYBOOK, plan_move, plan_of_move, targets_of
+from controlplane.incidents.move_plans import (
+    AS_WHOLE,
+    PLAYBOOK,
+    plan_move,
+    plan_of_move,
+    targets_of,
+)
 from controlplane.incidents.plans import Plan
 from controlplane.jobs.models import Job
-from workers.spares import Candidate
+from workers.placement import Candidate
 
 LIST_LIMIT = 8
 

@@ -12,6 +12,7 @@ from django.conf import settings
 from django.contrib.auth.models import AnonymousUser
 from django.utils import timezone
 
+from controlplane import redis_keys
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import User
 from controlplane.dashboard.selectors.fleet import Tally, tallies_of
@@ -25,8 +26,6 @@ from controlplane.jobs.models import Job
 from controlplane.jobs.selectors import unfinished_jobs_for
 from controlplane.paging import Top
 
-#: The keeper writes the time of its last round here, in ISO 8601; it expires when it falls silent.
-KEEPER_ALIVE_KEY = "drydock:keeper:alive"
 #: A worker takes what is due at once: what has waited for so long says that none does.
 BEHIND_AFTER = timedelta(seconds=30)
 #: A larger cluster is drawn as a map instead of one tile for each node.
@@ -54,7 +53,7 @@ class Automation:
 def automation() -> Automation:
     """The keeper's last sign of life, and whether the workers keep up with what is due."""
     try:
-        told = _redis.get(KEEPER_ALIVE_KEY)
+        told = _redis.get(redis_keys.KEEPER_ALIVE)
     except redis.RedisError as error:
         log.warning("automation.unknown", error=str(error))
         return Automation("Automation unknown", "quiet")
@@ -141,7 +140,7 @@ class Needs:
     approvals: list[Approval]
     breakers: list[Breaker]
     cases: list[RmaCase]  # evidence collected, not yet with the vendor
-    incidents: list[tuple[Any, incidents.Ask]]
+    incidents: list[tuple[Any, incidents.RequiredAction]]
     runs: list[Any]  # waiting for a person, without an open incident of their own
     waiting: int  # how many things a person has to act on, shown or not
     left_out: list[LeftOut]
@@ -153,7 +152,7 @@ class Needs:
 def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
     waiting = Approval.objects.filter(cluster__in=clusters, state=ApprovalState.WAITING)
     to_send = RmaCase.objects.filter(cluster__in=clusters, state=CaseState.OPEN)
-    # A plan to sign stands among the approvals already, with its incident.
+    # A plan to approve stands among the approvals already, with its incident.
     unresolved = incidents.unresolved_for(user).exclude(signs=True, waits=False)  # type: ignore[misc]
     approvals = Top.of(waiting.select_related("cluster", "run__incident", "run__node"), SHOWN)
     breakers = Top.of(limits.open_breakers(c.id for c in clusters).select_related("cluster"), SHOWN)
@@ -164,7 +163,7 @@ def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
     if asking == len(found.rows) < found.total:
         asking = unresolved.filter(waits=True).count()  # type: ignore[misc]
     everywhere = (
-        _left_out(approvals, "plans to sign", "incidents", "?state=unresolved"),
+        _left_out(approvals, "plans to approve", "incidents", "?state=unresolved"),
         _left_out(breakers, "open breakers", "automation-page"),
         _left_out(runs, "stopped playbooks"),
         _left_out(found, "open incidents", "incidents", "?state=unresolved"),
@@ -181,7 +180,7 @@ def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
     )
 
 
-def _ask_beside_approvals(incident: Incident) -> incidents.Ask:
+def _ask_beside_approvals(incident: Incident) -> incidents.RequiredAction:
     runs = [run for run in incident.runs.all() if incidents.waiting_approval(run) is None]
     return incidents.ask_of(incident, runs)
 

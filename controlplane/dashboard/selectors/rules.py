@@ -9,8 +9,8 @@ from typing import Literal
 
 from django.utils import timezone
 
-from controlplane.acting import whole
 from controlplane.fleet.models import Cluster
+from controlplane.form_actions import whole
 from controlplane.health.catalogue import Kind, edited
 from controlplane.incidents.selectors import WINDOWS
 from workers.replay import Replayed, replay, stored, told_of

@@ -24,7 +24,7 @@ RESULT_GRACE_S = 30
 #: The error of an order that nobody wants any more.
 CALLED_BACK = "called back"
 #: An order that has its end is kept for so long, and so many are forgotten at a time.
-KEPT, FORGOTTEN_AT_ONCE = timedelta(days=30), 1000
+COMMAND_RETENTION, DELETE_BATCH = timedelta(days=30), 1000
 
 
 @change()
@@ -169,9 +169,9 @@ def forget_commands(now: datetime, at_work: QuerySet[Any, str]) -> int:
     for. Nor those to end what hangs, which are counted.
     """
     asker = Func("requester", Value("."), 1, function="split_part", output_field=CharField())
-    old = Command.objects.alias(asker=asker).filter(finished_at__lt=now - KEPT)
+    old = Command.objects.alias(asker=asker).filter(finished_at__lt=now - COMMAND_RETENTION)
     over = old.exclude(asker__in=at_work).exclude(requester__startswith=ENDING)
-    some = over.order_by("finished_at").values("pk")[:FORGOTTEN_AT_ONCE]
+    some = over.order_by("finished_at").values("pk")[:DELETE_BATCH]
     return Command.objects.filter(pk__in=some).delete()[0]
 
 

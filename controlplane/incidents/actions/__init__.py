@@ -12,10 +12,10 @@ from controlplane.incidents.actions.automation import (
     set_limit,
     set_mode,
 )
-from controlplane.incidents.actions.ending import finish_endings
 from controlplane.incidents.actions.incidents import (
     acknowledge,
     add_note,
+    add_timeline_entry,
     close_incident,
     open_or_merge,
     raise_severity,
@@ -27,8 +27,8 @@ from controlplane.incidents.actions.incidents import (
     set_cause,
     set_mitigated,
     set_restored,
-    tell,
 )
+from controlplane.incidents.actions.job_end import finish_ending_jobs
 from controlplane.incidents.actions.merging import (
     incident_of_replica,
     merge_into,
@@ -69,11 +69,12 @@ from controlplane.incidents.actions.runs import (
     resume_run,
     retry_run,
 )
-from controlplane.incidents.actions.warm import keep_warm_spares
+from controlplane.incidents.actions.warm_spares import keep_warm_spares
 
 __all__ = [
     "acknowledge",
     "add_note",
+    "add_timeline_entry",
     "admit_enrolled",
     "admit_node",
     "approve",
@@ -86,7 +87,7 @@ __all__ = [
     "close_breaker",
     "close_case",
     "close_incident",
-    "finish_endings",
+    "finish_ending_jobs",
     "incident_of_replica",
     "keep_warm_spares",
     "leave_nothing",
@@ -126,6 +127,5 @@ __all__ = [
     "share_cause",
     "start_job",
     "start_registered",
-    "tell",
     "title_of_loss",
 ]

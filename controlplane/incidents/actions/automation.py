@@ -1,4 +1,4 @@
-"""Writes about how far automation may go: modes, limits, breakers, and plans that people sign."""
+"""Writes about how far automation may go: modes, limits, breakers, and approvals of plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from controlplane.accounts.models import SYSTEM, Actor
 from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.health.models import Failure
-from controlplane.incidents.actions.incidents import tell
+from controlplane.incidents.actions.incidents import add_timeline_entry
 from controlplane.incidents.actions.requests import call_off
 from controlplane.incidents.actions.runs import lock_run, valid_approvals, void_approvals
 from controlplane.incidents.choices import (
@@ -190,7 +190,7 @@ def request_approval(run: PlaybookRun, plan: Plan) -> Approval:
     there = valid.filter(digest=plan.digest).first()
     if there is not None:
         return there
-    void_approvals(SYSTEM, valid, "the world changed, and it must be signed anew")
+    void_approvals(SYSTEM, valid, "the world changed, and it must be approved anew")
     approval = Approval.objects.create(
         cluster_id=run.cluster_id, run=run, plan=plan.as_dict(), digest=plan.digest
     )
@@ -260,7 +260,7 @@ def _decide(actor: Actor, approval: Approval, to: ApprovalState, reason: str) ->
 def _tell(run: PlaybookRun, key: str, text: str, actor: Actor = SYSTEM) -> None:
     if run.incident is not None:
         data: dict[str, Any] = {} if actor is SYSTEM else {"by": actor.id}
-        tell(
+        add_timeline_entry(
             run.incident,
             f"{run.pk}/{key}/{timezone.now().timestamp()}",
             EntryKind.STEP,

@@ -29,7 +29,12 @@ from controlplane.incidents.models import (
     PlaybookRun,
     TimelineEntry,
 )
-from controlplane.incidents.selectors import LOSS, last_losses, missed_losses, waits_for_hands
+from controlplane.incidents.selectors import (
+    LOSS,
+    latest_loss_runs,
+    unrestored_losses,
+    waits_for_hands,
+)
 from controlplane.jobs.choices import JOB_ACTIVE
 from controlplane.jobs.models import Job, Placement
 from workers.triage import ACTIONS
@@ -76,7 +81,7 @@ def open_or_merge(
         if occurred_at < incident.occurred_at:
             Incident.objects.filter(pk=incident.pk).update(occurred_at=occurred_at)
         return incident
-    tell(incident, "opened", EntryKind.STATE, f"Incident opened: {title}")
+    add_timeline_entry(incident, "opened", EntryKind.STATE, f"Incident opened: {title}")
     audit(
         actor,
         "incident.open",
@@ -90,7 +95,7 @@ def open_or_merge(
 
 
 @change()
-def tell(
+def add_timeline_entry(
     incident: Incident,
     key: str,
     kind: EntryKind,
@@ -148,7 +153,9 @@ def raise_severity(incident_id: str, to: Severity) -> None:
             before={"severity": incident.severity},
             after={"severity": to},
         )
-        tell(incident, f"severity/{to}", EntryKind.STATE, f"Severity raised: {to.label}")
+        add_timeline_entry(
+            incident, f"severity/{to}", EntryKind.STATE, f"Severity raised: {to.label}"
+        )
 
 
 @change()
@@ -156,7 +163,7 @@ def set_mitigated(incident_id: str, at: datetime, text: str) -> None:
     """Note when the job committed steps again."""
     incident = Incident.objects.get(pk=incident_id)
     if Incident.objects.filter(pk=incident_id, mitigated_at=None).update(mitigated_at=at):
-        tell(incident, f"mitigated/{at.timestamp()}", EntryKind.JOB, text, at=at)
+        add_timeline_entry(incident, f"mitigated/{at.timestamp()}", EntryKind.JOB, text, at=at)
 
 
 @change()
@@ -164,7 +171,7 @@ def set_restored(run: PlaybookRun) -> None:
     """Note when the job had all its replicas again, and what the time between cost: `run` brought
     one back, or found it there. Nothing while another one that the incident is about is away."""
     losses = PlaybookRun.objects.filter(incident=run.incident_id, playbook=LOSS)
-    others = [one for one in last_losses(losses) if one.subject != run.subject]
+    others = [one for one in latest_loss_runs(losses) if one.subject != run.subject]
     if any(one.state != RunState.SUCCEEDED for one in others):
         return
     back = [
@@ -191,7 +198,9 @@ def resolve(actor: Actor, incident_id: str, reason: str) -> bool:
     Incident.objects.filter(pk=incident_id).update(resolved_at=now)
     _price(incident_id, now)
     _move(actor, incident, IncidentState.RESOLVED, frm=INCIDENT_UNRESOLVED, reason=reason)
-    tell(incident, f"resolved/{now.timestamp()}", EntryKind.STATE, f"Resolved: {reason}", at=now)
+    add_timeline_entry(
+        incident, f"resolved/{now.timestamp()}", EntryKind.STATE, f"Resolved: {reason}", at=now
+    )
     incident.refresh_from_db()
     if not incident.postmortem:
         Incident.objects.filter(pk=incident_id).update(postmortem=postmortem.draft(incident))
@@ -228,7 +237,9 @@ def resolve_into(incident_id: str, into: Incident) -> None:
     reason = f"merged into “{into.title}”"
     Incident.objects.filter(pk=incident_id).update(resolved_at=now)
     _move(SYSTEM, incident, IncidentState.RESOLVED, frm=INCIDENT_UNRESOLVED, reason=reason)
-    tell(incident, "merged", EntryKind.STATE, f"Resolved: {reason}", at=now, data={"into": into.pk})
+    add_timeline_entry(
+        incident, "merged", EntryKind.STATE, f"Resolved: {reason}", at=now, data={"into": into.pk}
+    )
 
 
 @change()
@@ -252,7 +263,7 @@ def close_incident(actor: Actor, incident_id: str, reason: str = "") -> None:
         raise Conflict("this incident is closed already")
     _move(actor, incident, IncidentState.CLOSED, frm={IncidentState.RESOLVED}, reason=reason)
     text = f"Closed: {reason}" if reason else "Closed"
-    tell(incident, "closed", EntryKind.STATE, text, data={"by": actor.id})
+    add_timeline_entry(incident, "closed", EntryKind.STATE, text, data={"by": actor.id})
 
 
 @change()
@@ -266,7 +277,7 @@ def acknowledge(actor: Actor, incident_id: str) -> None:
     if incident.state == IncidentState.OPEN:
         _move(actor, incident, IncidentState.ACKNOWLEDGED, frm={IncidentState.OPEN})
     Incident.objects.filter(pk=incident_id).update(owner_id=actor.id)
-    tell(incident, f"acknowledged/{actor.id}", EntryKind.STATE, "Acknowledged")
+    add_timeline_entry(incident, f"acknowledged/{actor.id}", EntryKind.STATE, "Acknowledged")
     audit(
         actor,
         "incident.acknowledge",
@@ -284,7 +295,9 @@ def add_note(actor: Actor, incident_id: str, text: str) -> None:
         raise Conflict("a note needs some words")
     incident = Incident.objects.get(pk=incident_id)
     now = timezone.now()
-    tell(incident, f"note/{now.timestamp()}", EntryKind.NOTE, text.strip(), data={"by": actor.id})
+    add_timeline_entry(
+        incident, f"note/{now.timestamp()}", EntryKind.NOTE, text.strip(), data={"by": actor.id}
+    )
     audit(
         actor,
         "incident.note",
@@ -323,7 +336,9 @@ def save_postmortem(actor: Actor, incident_id: str, text: str, *, edited: str) -
 
 def _is_over(incident: Incident) -> bool:
     """Whether nothing of it is left but what runs do that are at work."""
-    return not waits_for_hands(incident) and not missed_losses(incident.runs.select_related("job"))
+    return not waits_for_hands(incident) and not unrestored_losses(
+        incident.runs.select_related("job")
+    )
 
 
 def _why_over(job: Job | None) -> str:

@@ -18,17 +18,17 @@ from controlplane.fleet.choices import IN_SERVICE
 from controlplane.fleet.models import Node, RepairRecord
 from controlplane.health.choices import FaultClass
 from controlplane.health.models import Failure
-from controlplane.incidents.actions.incidents import open_or_merge, resolve_into, tell
+from controlplane.incidents.actions.incidents import add_timeline_entry, open_or_merge, resolve_into
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, EntryKind, Severity
 from controlplane.incidents.models import Incident, PlaybookRun, TimelineEntry
 from controlplane.incidents.selectors import LOSS
 from controlplane.jobs.models import Job, Placement
 
 #: Replicas of one job that are lost within this time of the first are one crash of the job.
-TOGETHER = timedelta(seconds=30)
+CRASH_WINDOW = timedelta(seconds=30)
 #: So many nodes of a rack, or of a switch, that show one fault within this time have a cause in
 #: common, if they are a share of SILENCE_SHARE of it.
-MANY, SHARED_WITHIN = 3, timedelta(minutes=3)
+MIN_SHARED_NODES, SHARED_WITHIN = 3, timedelta(minutes=3)
 
 
 def incident_of_replica(job_id: str, index: int) -> Incident | None:
@@ -104,14 +104,13 @@ def title_of_loss(incident: Incident, code: str = "") -> str:
 
 @change()
 def share_cause(node: Node, failure: Failure) -> Incident | None:
-    """The incident of the node's rack, or of its switch, if so much of it shows this fault that the
-    cause is what its nodes share: power, cooling, the switch itself. None if not.
+    """The incident of the node's rack or switch, if so many of its nodes show this fault that the
+    cause must be what they share: power, cooling, the switch itself. None if not.
 
-    A share of SILENCE_SHARE of its nodes in service, MANY at least, within SHARED_WITHIN, but for
-    those that have been repaired since: what went one after the other is not shared. The incidents
-    of single nodes about the same are merged into it; that of a job which lost replicas there stays
-    its own. What programs do wrong they do wherever they run. Whether automation goes on with
-    single nodes is the breaker's to say.
+    A share of SILENCE_SHARE of its nodes in service, MIN_SHARED_NODES at least, within
+    SHARED_WITHIN, without those repaired since. The incidents of single nodes about the same are
+    merged into it; that of a job which lost replicas there stays its own. A program's faults are
+    never shared in this sense. The breaker decides whether automation goes on with single nodes.
     """
     if failure.fault_class == FaultClass.PROGRAM:
         return None
@@ -141,7 +140,7 @@ def _shared(node: Node, failure: Failure, subject: str, where: str, there: Q) ->
     nodes = set(told.values_list("node", flat=True)) | {node.pk}
     in_service = members.filter(state__in=sorted(IN_SERVICE)).values_list("pk", flat=True)
     total = len(nodes.union(in_service))
-    if len(nodes) < MANY or len(nodes) < settings.SILENCE_SHARE * total:
+    if len(nodes) < MIN_SHARED_NODES or len(nodes) < settings.SILENCE_SHARE * total:
         return None
     title = f"{failure.code} on {len(nodes)} of {total} nodes of {where}"
     others = Incident.objects.filter(
@@ -186,7 +185,7 @@ def _lost_with(job: Job, index: int, at: datetime) -> Incident | None:
         subject__startswith=f"job/{job.pk}",
         state__in=INCIDENT_UNRESOLVED,
         severity__in=[Severity.MAJOR, Severity.CRITICAL],
-        occurred_at__range=(at - TOGETHER, at + TOGETHER),
+        occurred_at__range=(at - CRASH_WINDOW, at + CRASH_WINDOW),
     )
     # That of the job itself, if there is one, comes before those of single replicas.
     return around.exclude(replica=index).order_by(F("replica").asc(nulls_first=True)).first()
@@ -197,7 +196,9 @@ def _widen(actor: Actor, incident: Incident, subject: str, title: str) -> None:
     if Incident.objects.filter(subject=subject, state__in=INCIDENT_UNRESOLVED).exists():
         return  # an earlier crash, that is not mended yet: this one joins it
     Incident.objects.filter(pk=incident.pk).update(subject=subject, replica=None, title=title)
-    tell(incident, "widened", EntryKind.STATE, f"{title} within {TOGETHER.total_seconds():g} s")
+    add_timeline_entry(
+        incident, "widened", EntryKind.STATE, f"{title} within {CRASH_WINDOW.total_seconds():g} s"
+    )
     audit(
         actor,
         "incident.widen",

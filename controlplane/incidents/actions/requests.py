@@ -19,7 +19,7 @@ from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import Action, SignalKind, Urgency
 from controlplane.health.models import Signal
 from controlplane.ids import new_id
-from controlplane.incidents.actions.incidents import resolve, resolve_if_over, tell
+from controlplane.incidents.actions.incidents import add_timeline_entry, resolve, resolve_if_over
 from controlplane.incidents.actions.merging import (
     incident_of_replica,
     merge_into,
@@ -40,10 +40,10 @@ from controlplane.incidents.models import (
     PlaybookRun,
     PlaybookStep,
 )
-from controlplane.incidents.moves import AS_WHOLE, Move, plan_move
-from controlplane.incidents.moves import PLAYBOOK as MOVE_PLAYBOOK
+from controlplane.incidents.move_plans import AS_WHOLE, Move, plan_move
+from controlplane.incidents.move_plans import PLAYBOOK as MOVE_PLAYBOOK
 from controlplane.incidents.plans import NODE_ORDERS, check_order
-from controlplane.incidents.selectors import LOSS, to_bring_back
+from controlplane.incidents.selectors import LOSS, restartable_losses
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import IN_ITS_PLACE, LEFT, SENT_AWAY, Job, Placement, Replica
@@ -173,8 +173,8 @@ def call_off(actor: Actor, run_id: str, reason: str) -> None:
     """A person stops a run where it stands, see `cancel_run`. What it had killed in order to empty
     its node, or ended in order to move it, is brought back by a run of its own.
 
-    Raises Conflict if it is finished, or while what it does to a job that lives as one cannot be
-    stopped: nobody keeps two processes of such a job apart.
+    Raises Conflict if it is finished, or while it does to a job that restarts as a whole what
+    cannot be stopped: nobody keeps two processes of such a job apart.
     """
     run = lock_run(run_id)
     automation = replace(SYSTEM, request_id=actor.request_id)
@@ -423,7 +423,7 @@ def may_be_started(job: Job) -> bool:
     left = alive.exclude(Exists(ends))
     # Of one that its own scheduler starts nothing is known here that could be left.
     ours = job.state == JobState.STARTING or bool(job.coordinator_address)
-    gone = job.state in GOING_ON and ours and not runs.exists() and not left.exists()
+    gone = job.state in JOB_NEEDS_REPLICAS and ours and not runs.exists() and not left.exists()
     return job.state == JobState.PENDING or (gone and not _ends_still(job))
 
 
@@ -432,7 +432,7 @@ def _ends_still(job: Job) -> bool:
     lately = Placement.objects.filter(
         replica__job=job,
         end_reason__startswith=LEFT,
-        ended_at__gt=timezone.now() - LINGERS,
+        ended_at__gt=timezone.now() - FAREWELL_GRACE,
     )
     return any(map(_runs_on, lately.select_related("node__lease")))
 
@@ -441,12 +441,12 @@ def _ends_still(job: Job) -> bool:
 def restart_job(actor: Actor, job_id: str, reason: str) -> PlaybookRun:
     """Start a job anew as a whole: what was under way for single replicas of it is moot."""
     job = Job.objects.get(pk=job_id)
-    moot = PlaybookRun.objects.filter(
+    superseded = PlaybookRun.objects.filter(
         job=job,
         playbook__in=FOR_THE_JOB,
         state__in=RUN_UNFINISHED,
     )
-    for run in list(moot):
+    for run in list(superseded):
         cancel_run(actor, run.pk, f"the whole job is started anew: {reason}")
     for incident in Incident.objects.filter(job=job, state__in=INCIDENT_UNRESOLVED):
         resolve(actor, incident.pk, f"the whole job is started anew: {reason}")
@@ -493,7 +493,7 @@ def bring_back_missed(actor: Actor, incident_id: str, reason: str) -> None:
     if not reason.strip():
         raise Conflict("an order needs a reason, for the record")
     incident = Incident.objects.select_for_update(no_key=True, of=("self",)).get(pk=incident_id)
-    missed = to_bring_back(incident.runs.select_related("job")) if incident.unresolved else []
+    missed = restartable_losses(incident.runs.select_related("job")) if incident.unresolved else []
     if not missed:
         raise Conflict(
             "nothing is to be brought back here: what this incident lost is there, is being "
@@ -506,7 +506,7 @@ def bring_back_missed(actor: Actor, incident_id: str, reason: str) -> None:
         bring_back(lost, incident.occurred_at, actor, emptied=True)
     replicas = ", ".join(sorted(str(run.context["replica"]) for run in missed))
     what = f"To be brought back after all: replica {replicas} ({reason})"
-    tell(incident, f"bring-back/{timezone.now().timestamp()}", EntryKind.STATE, what)
+    add_timeline_entry(incident, f"bring-back/{timezone.now().timestamp()}", EntryKind.STATE, what)
 
 
 def _news_of_loss(run: PlaybookRun, lost: Placement) -> str:
@@ -539,9 +539,9 @@ def _lost_as_one(before: Placement, lost: Placement) -> bool:
 
 #: Where the process of a replica that was sent away runs on after its farewell it is ended after so
 #: long, and its place given to another.
-LINGERS = timedelta(seconds=60)
+FAREWELL_GRACE = timedelta(seconds=60)
 #: States of a job whose replicas are missed.
-GOING_ON = (JobState.RUNNING, JobState.STARTING)
+JOB_NEEDS_REPLICAS = (JobState.RUNNING, JobState.STARTING)
 
 
 def bring_back_sent_away() -> int:
@@ -549,7 +549,9 @@ def bring_back_sent_away() -> int:
     nobody lost it, and if its machine goes down with it nobody sees its process end. Returns how
     many; the keeper calls it."""
     told = Placement.objects.filter(replica=OuterRef("pk"), end_reason=SENT_AWAY)
-    missing = Replica.objects.filter(Exists(told), state=ReplicaState.LOST, job__state__in=GOING_ON)
+    missing = Replica.objects.filter(
+        Exists(told), state=ReplicaState.LOST, job__state__in=JOB_NEEDS_REPLICAS
+    )
     brought = 0
     for replica in missing:
         with suppress(Conflict):  # it was brought back in this very moment
@@ -562,15 +564,15 @@ def _bring_back_sent_away(replica: Replica) -> bool:
     # The job first, as whoever starts it anew does.
     job = Job.objects.select_for_update(no_key=True).get(pk=replica.job_id)
     last = replica.placements.filter(IN_ITS_PLACE).order_by("ended_at", "created_at").last()
-    if job.state not in GOING_ON or replica.alive.exists() or last is None:
+    if job.state not in JOB_NEEDS_REPLICAS or replica.alive.exists() or last is None:
         return False
-    if not was_sent_away(last) or _is_seen_to(job, last):
+    if not was_sent_away(last) or _is_being_restored(job, last):
         return False
     bring_back(last, last.ended_at or timezone.now())
     return True
 
 
-def _is_seen_to(job: Job, last: Placement) -> bool:
+def _is_being_restored(job: Job, last: Placement) -> bool:
     """Whether somebody has seen to its coming back since it left, or something of it runs still."""
     runs = PlaybookRun.objects.filter(job=job)
     starts = runs.filter(playbook="start-job", created_at__gt=last.created_at)
@@ -578,7 +580,7 @@ def _is_seen_to(job: Job, last: Placement) -> bool:
     looked_into = runs.filter(since, playbook="replica-lost", context__lost_placement=last.pk)
     if starts.exists() or looked_into.exists():
         return True
-    lingers = timezone.now() - (last.ended_at or timezone.now()) <= LINGERS
+    lingers = timezone.now() - (last.ended_at or timezone.now()) <= FAREWELL_GRACE
     return (lingers or job.nodes_per_replica > 1) and any(map(_runs_on, left_together(last)))
 
 

@@ -10,7 +10,7 @@ from controlplane.errors import Conflict
 from controlplane.fleet.changes import change, touch
 from controlplane.fleet.models import Gpu, Node
 from controlplane.incidents import evidence
-from controlplane.incidents.actions.incidents import tell
+from controlplane.incidents.actions.incidents import add_timeline_entry
 from controlplane.incidents.actions.runs import request_run
 from controlplane.incidents.choices import CaseState, EntryKind
 from controlplane.incidents.models import Incident, RmaCase
@@ -43,7 +43,7 @@ def open_case(
     )
     if incident is not None:
         text = f"RMA case opened for card {gpu.serial}, with its evidence: {reason}"
-        tell(incident, f"rma/{case.pk}", EntryKind.NODE, text)
+        add_timeline_entry(incident, f"rma/{case.pk}", EntryKind.NODE, text)
     touch(node.cluster_id)
     return case
 

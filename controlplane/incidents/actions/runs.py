@@ -20,7 +20,7 @@ from controlplane.fleet.choices import IN_SERVICE, NodeState
 from controlplane.fleet.models import Command, Node
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
-from controlplane.incidents.actions.incidents import tell
+from controlplane.incidents.actions.incidents import add_timeline_entry
 from controlplane.incidents.choices import (
     RUN_ACTIVE,
     RUN_UNFINISHED,
@@ -222,7 +222,7 @@ def cancel_run(actor: Actor, run_id: str, reason: str) -> None:
 
 @change()
 def leave_nothing(actor: Actor, run: PlaybookRun) -> None:
-    """Give back what a run that is over had reserved, and let nobody be asked to sign its plan."""
+    """Release what a run that is over had reserved; its plan waits for approval no more."""
     Reservation.objects.filter(run=run, released_at=None).update(released_at=timezone.now())
     waiting = Approval.objects.filter(run=run, state=ApprovalState.WAITING)
     void_approvals(actor, waiting, "its run is over")
@@ -341,14 +341,14 @@ def _fresh_deadline(run: PlaybookRun) -> datetime:
 
 
 def valid_approvals(run: PlaybookRun) -> QuerySet[Approval]:
-    """Those that hold a plan of this run, signed or to be signed."""
+    """Those that hold a plan of this run, approved or waiting for approval."""
     return Approval.objects.filter(
         run=run, state__in=[ApprovalState.WAITING, ApprovalState.APPROVED]
     )
 
 
 def void_approvals(actor: Actor, approvals: QuerySet[Approval], why: str) -> None:
-    """Let these count no more, and be signed no more. Who signed one, and when, stands."""
+    """Let these count no more. Who approved one, and when, stands."""
     locked = approvals.select_for_update(no_key=True, of=("self",))
     for approval in locked.select_related("run__incident"):
         Approval.objects.filter(pk=approval.pk).update(
@@ -367,7 +367,7 @@ def void_approvals(actor: Actor, approvals: QuerySet[Approval], why: str) -> Non
         run = approval.run
         if run.incident is not None:
             text = f"{run.title}: the plan is void: {why}"
-            tell(run.incident, f"{approval.pk}/void", EntryKind.STEP, text)
+            add_timeline_entry(run.incident, f"{approval.pk}/void", EntryKind.STEP, text)
         touch(approval.cluster_id)
 
 
@@ -386,7 +386,7 @@ def _set_run(actor: Actor, run: PlaybookRun, to: RunState, reason: str, verb: st
         state=to, state_reason=reason, finished_at=finished
     )
     if run.incident is not None:
-        tell(
+        add_timeline_entry(
             run.incident,
             f"{run.pk}/{to}/{timezone.now().timestamp()}",
             EntryKind.STEP,

@@ -10,7 +10,7 @@ from django.views.decorators.http import require_POST
 from controlplane.accounts.access import Access, needs
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of
+from controlplane.form_actions import act, reason_of
 from controlplane.incidents import actions, selectors
 from controlplane.incidents.views.runs import home_of, home_page
 
@@ -39,12 +39,14 @@ def reject(request: HttpRequest, approval_id: str) -> HttpResponse:
     )
 
 
-def _act(request: HttpRequest, approval_id: str, deed: Callable[[Actor], object]) -> HttpResponse:
+def _act(
+    request: HttpRequest, approval_id: str, operation: Callable[[Actor], object]
+) -> HttpResponse:
     found = selectors.approval_for(request.user, approval_id)
     return act(
         request,
         found.cluster_id,
-        deed,
+        operation,
         back=home_of(found.run),
         again=lambda status: home_page(request, found.run_id, status),
     )

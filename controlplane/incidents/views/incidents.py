@@ -17,9 +17,9 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of
 from controlplane.export import Column, as_file, is_wanted
 from controlplane.fleet.selectors import clusters_for, may
+from controlplane.form_actions import act, reason_of
 from controlplane.incidents import actions, selectors
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, Severity
 from controlplane.incidents.models import Incident
@@ -166,7 +166,7 @@ def postmortem(request: HttpRequest, incident_id: str) -> HttpResponse:
 def _act(
     request: HttpRequest,
     incident_id: str,
-    deed: Callable[[Actor], object],
+    operation: Callable[[Actor], object],
     *,
     unsaved: str | None = None,
 ) -> HttpResponse:
@@ -178,7 +178,7 @@ def _act(
     return act(
         request,
         found.cluster_id,
-        deed,
+        operation,
         back=reverse("incident", args=[incident_id]),
         again=lambda status: incident_page(
             request,
@@ -204,8 +204,8 @@ def incident_page(
             "typed": request.POST,
             "runs": runs,
             "ask": selectors.ask_of(found, runs),
-            "away": selectors.to_bring_back(runs) if found.unresolved else [],
-            "deeds": selectors.deeds_of(runs),
+            "away": selectors.restartable_losses(runs) if found.unresolved else [],
+            "deeds": selectors.finished_steps_of(runs),
             "moments": selectors.moments_of(found),
             "impact": selectors.impact_of(found),
             "failures": selectors.failures_of(found),

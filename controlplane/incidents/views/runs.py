@@ -13,8 +13,8 @@ from controlplane.accounts.access import Access, needs
 from controlplane.accounts.choices import Role
 from controlplane.accounts.models import Actor
 from controlplane.accounts.views import signed_in
-from controlplane.acting import act, reason_of
 from controlplane.fleet.selectors import may
+from controlplane.form_actions import act, reason_of
 from controlplane.incidents import actions, selectors
 from controlplane.incidents.models import PlaybookRun
 from controlplane.incidents.views.incidents import incident_page
@@ -58,12 +58,12 @@ def cancel(request: HttpRequest, run_id: str) -> HttpResponse:
     return _act(request, run_id, lambda actor: actions.call_off(actor, run_id, reason_of(request)))
 
 
-def _act(request: HttpRequest, run_id: str, deed: Callable[[Actor], object]) -> HttpResponse:
+def _act(request: HttpRequest, run_id: str, operation: Callable[[Actor], object]) -> HttpResponse:
     found = selectors.run_for(request.user, run_id)
     return act(
         request,
         found.cluster_id,
-        deed,
+        operation,
         back=home_of(found),
         again=lambda status: home_page(request, run_id, status),
     )

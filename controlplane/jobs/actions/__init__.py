@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controlplane.jobs.actions.downsampling import thin_progress
 from controlplane.jobs.actions.jobs import (
     begin_start,
     check_active,
@@ -18,6 +19,7 @@ from controlplane.jobs.actions.jobs import (
     vacate,
 )
 from controlplane.jobs.actions.moves import give_up_move, stand_by, take_place
+from controlplane.jobs.actions.reports import record_progress, record_runtime_batch
 from controlplane.jobs.actions.spares import (
     exclude_node,
     expire_reservations,
@@ -27,9 +29,7 @@ from controlplane.jobs.actions.spares import (
     reserve_spare,
     unmake_spare,
 )
-from controlplane.jobs.actions.telling import record_progress, record_runtime_batch
-from controlplane.jobs.actions.thinning import thin_progress
-from controlplane.jobs.actions.warm import end_warm_spare, place_warm_spare, set_warm_spares
+from controlplane.jobs.actions.warm_spares import end_warm_spare, place_warm_spare, set_warm_spares
 
 __all__ = [
     "begin_start",

@@ -242,9 +242,9 @@ def test_a_long_list_of_problems_is_cut_but_counted(monkeypatch: pytest.MonkeyPa
 def test_two_callers_at_once_make_one_chain() -> None:
     AuditEventFactory.create_batch(300)
 
-    def in_turn(deed: Callable[[], object]) -> None:
+    def in_turn(operation: Callable[[], object]) -> None:
         for _ in range(10):
-            deed()
+            operation()
         connection.close()
 
     threads = [

@@ -52,7 +52,10 @@ def test_a_whole_trail_is_called_whole_and_the_verification_is_on_record(node: N
 
     answer = say("verify")
 
-    assert "The chain of 3 rows is whole; 0 not chained yet; 0 nodes astray." in answer
+    assert (
+        "The chain of 3 rows is intact; 0 not chained yet; 0 nodes whose state does not match"
+        in answer
+    )
     assert f"head {head}" in answer
     record = AuditEvent.objects.latest("pk")
     assert (record.verb, record.after["ok"], record.after["head"]) == (
@@ -69,7 +72,7 @@ def test_an_edit_is_named_with_its_place_and_the_status_is_one(node: Node) -> No
 
     assert "position 2, row" in answer
     assert "changed after it was chained" in answer
-    assert "NOT whole" in answer
+    assert "BROKEN" in answer
 
 
 def test_the_json_answer_holds_all_of_it(node: Node) -> None:

@@ -13,7 +13,7 @@ from django.urls import reverse
 from controlplane.accounts.actions import chain_audit
 from controlplane.accounts.choices import ActorKind, Role
 from controlplane.accounts.models import Actor, AuditEvent, User
-from controlplane.dashboard.selectors.trail import Change, changes
+from controlplane.dashboard.selectors.audit_trail import Change, changes
 from controlplane.fleet import actions as fleet
 from controlplane.fleet.choices import NodeState
 from controlplane.fleet.models import Cluster, Node
@@ -214,9 +214,11 @@ def test_the_last_verification_is_shown_with_what_came_of_it(viewer: Client, nod
         after={"ok": False, "rows": 9, "problems": 2, "strays": 1},
     )
 
-    assert "NOT whole: 2 problems, 1 node astray" in text(everywhere.get(reverse("audit")))
+    assert "BROKEN: 2 problems in the chain, 1 node whose state does not match its events" in text(
+        everywhere.get(reverse("audit"))
+    )
     # It covers what this one may not see.
-    assert "NOT whole" not in text(viewer.get(reverse("audit")))
+    assert "BROKEN" not in text(viewer.get(reverse("audit")))
 
 
 def test_the_number_of_queries_does_not_grow_with_the_rows(

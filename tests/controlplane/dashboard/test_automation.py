@@ -12,7 +12,7 @@ from django.test import Client
 from django.urls import reverse
 from django.utils import timezone
 
-from controlplane.dashboard.selectors.overview import KEEPER_ALIVE_KEY
+from controlplane import redis_keys
 from controlplane.health.models import Signal
 from controlplane.incidents.models import PlaybookRun, PlaybookStep
 from tests.controlplane.dashboard.world import Fleet
@@ -24,9 +24,9 @@ MINUTE_AGO = timezone.now() - timedelta(minutes=1)
 def keeper() -> Iterator[redis.Redis]:
     """One that was heard a moment ago."""
     client = redis.Redis.from_url(settings.REDIS_URL)
-    client.set(KEEPER_ALIVE_KEY, timezone.now().isoformat())
+    client.set(redis_keys.KEEPER_ALIVE, timezone.now().isoformat())
     yield client
-    client.delete(KEEPER_ALIVE_KEY)
+    client.delete(redis_keys.KEEPER_ALIVE)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_it_is_on_while_all_that_is_due_is_done(
 def test_it_is_silent_without_a_keeper(
     viewer: Client, caught_up: Fleet, keeper: redis.Redis
 ) -> None:
-    keeper.delete(KEEPER_ALIVE_KEY)
+    keeper.delete(redis_keys.KEEPER_ALIVE)
 
     assert "Automation silent" in _dot(viewer)
 

@@ -15,7 +15,7 @@ from playwright.sync_api import APIResponse, Browser, Page, Route, expect
 from pytest_django import Settings
 from pytest_django.live_server_helper import LiveServer
 
-from controlplane.dashboard.selectors.overview import KEEPER_ALIVE_KEY
+from controlplane import redis_keys
 from controlplane.fleet.models import Cluster, Node
 from controlplane.health.models import NodeSample
 from controlplane.incidents.models import Approval, Incident, PlaybookRun
@@ -436,7 +436,7 @@ def test_a_plan_fits_a_phone(path: str, page: Page, fleet: Fleet) -> None:
 def test_that_nobody_keeps_watch_is_seen_however_narrow_the_page(
     width: int, page: Page, fleet: Fleet
 ) -> None:
-    redis.Redis.from_url(settings.REDIS_URL).delete(KEEPER_ALIVE_KEY)
+    redis.Redis.from_url(settings.REDIS_URL).delete(redis_keys.KEEPER_ALIVE)
     page.set_viewport_size({"width": width, "height": 844})
 
     page.goto("/")

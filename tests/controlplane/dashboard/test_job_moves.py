@@ -67,7 +67,7 @@ def test_a_job_that_lives_as_one_is_said_to_stand_still(operator: Client, job: J
     shown = page(operator, job, move="0")
 
     assert "Move pretrain to alpha-02.</strong> It stands still meanwhile." in shown
-    assert "lives as one" in shown
+    assert "restarts as a whole" in shown
     assert "restarted as a whole" in shown
     status, _ = order(operator, job)
     assert status == 302

@@ -11,7 +11,7 @@ from django.test.utils import CaptureQueriesContext
 from django.utils import timezone
 
 from controlplane.fleet import actions
-from controlplane.fleet.actions.commands import KEPT
+from controlplane.fleet.actions.commands import COMMAND_RETENTION
 from controlplane.fleet.choices import CommandState
 from controlplane.fleet.models import Command
 from controlplane.incidents.models import PlaybookStep
@@ -66,7 +66,7 @@ def test_orders_are_found_by_an_index(lookup: Callable[[], None]) -> None:
 
 @pytest.mark.usefixtures("told")
 def test_orders_that_are_kept_for_good_are_not_read_to_forget_others() -> None:
-    node, long_ago = NodeFactory(), timezone.now() - 2 * KEPT
+    node, long_ago = NodeFactory(), timezone.now() - 2 * COMMAND_RETENTION
     Command.objects.bulk_create(
         Command(node=node, verb="stop_process", payload="{}", state=CommandState.DONE,
                 requester=f"end/plc_{n}.0", expires_at=long_ago, finished_at=long_ago)

@@ -124,7 +124,7 @@ def test_the_orders_of_a_step_that_is_not_over_are_kept() -> None:
 
 
 def test_orders_are_forgotten_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "FORGOTTEN_AT_ONCE", 2)
+    monkeypatch.setattr(commands, "DELETE_BATCH", 2)
     for n in range(3):
         finished(f"stp_{n}", days=31)
 

@@ -9,7 +9,7 @@ import pytest
 from controlplane.accounts.models import SYSTEM
 from controlplane.errors import Conflict
 from controlplane.fleet.models import Cluster, Node
-from controlplane.incidents.actions.ending import end_job
+from controlplane.incidents.actions.job_end import end_job
 from controlplane.incidents.candidates import free_nodes
 from controlplane.incidents.choices import IncidentState, RunState
 from controlplane.jobs import actions as jobs

@@ -15,7 +15,7 @@ from controlplane.errors import Refused
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.jobs import actions, durability, selectors
-from controlplane.jobs.actions import telling
+from controlplane.jobs.actions import reports
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import (
     Checkpoint,
@@ -452,7 +452,7 @@ def test_how_much_of_a_checkpoint_is_stored_is_kept_with_it(placement: Placement
 def test_of_what_is_saved_every_few_seconds_the_last_are_remembered(
     placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telling, "REMEMBERED", 2)
+    monkeypatch.setattr(reports, "MAX_SHORT_LIVED", 2)
     tiers: list[TierName] = ["peer", "shared"]
     for tier in tiers:
         tell(placement, *(saved_to(tier, step, at=1000.0 + step) for step in (1, 2, 3, 4)))
@@ -468,8 +468,8 @@ def test_of_what_is_saved_every_few_seconds_the_last_are_remembered(
 def test_of_what_is_kept_for_long_more_are_remembered_and_not_for_ever(
     placement: Placement, monkeypatch: pytest.MonkeyPatch, tier: TierName
 ) -> None:
-    monkeypatch.setattr(telling, "REMEMBERED", 1)
-    monkeypatch.setattr(telling, "LONG_REMEMBERED", 3)
+    monkeypatch.setattr(reports, "MAX_SHORT_LIVED", 1)
+    monkeypatch.setattr(reports, "MAX_LONG_LIVED", 3)
     tell(placement, saved_to("local", 1, at=1000.0))
     tell(placement, *(saved_to(tier, step, at=1000.0 + step) for step in (1, 2, 3, 4, 5)))
 

@@ -1,4 +1,4 @@
-"""Jobs that live as one, for their tests: of one rank in this process, and under torchrun."""
+"""Jobs that restart as a whole, of one rank in this process or under torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job that lives as one: when and what it saves, what it tells, how it ends."""
+"""A job that restarts as a whole: when and what it saves, what it tells, how it ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoint a job that lives as one goes on from, where some rank refuses its part."""
+"""Which checkpoint a job that restarts as a whole resumes from if a rank refuses its part."""
 
 from __future__ import annotations
 

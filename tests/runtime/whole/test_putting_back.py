@@ -1,4 +1,4 @@
-"""What a job that lives as one is after it was put back, and what it refuses to be."""
+"""What a job that restarts as a whole is after it was put back, and what it refuses to be."""
 
 from __future__ import annotations
 

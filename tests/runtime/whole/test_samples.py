@@ -1,4 +1,4 @@
-"""What a job that lives as one trains on, and what its ledger proves of it."""
+"""What a job that restarts as a whole trains on, and what its ledger proves of it."""
 
 from __future__ import annotations
 

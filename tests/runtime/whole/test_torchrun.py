@@ -1,4 +1,4 @@
-"""A job that lives as one, of several ranks under torchrun, on one node and on two."""
+"""A job that restarts as a whole, of several ranks under torchrun, on one node and on two."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 from kombu.exceptions import OperationalError
 
-from workers import keeper
+from controlplane import redis_keys
 from workers.celery import app
 
 ANSWER_S = 3.0
@@ -71,7 +71,7 @@ def _any_keeper() -> str:
     """Without an address of its own there is only the sign of life of whichever leads."""
     try:
         with redis.Redis.from_url(settings.REDIS_URL, socket_timeout=ANSWER_S) as client:
-            alive = client.exists(keeper.KEEPER_ALIVE_KEY)
+            alive = client.exists(redis_keys.KEEPER_ALIVE)
     except redis.RedisError as error:
         raise CommandError(f"Redis does not answer: {error}") from error
     if not alive:

@@ -9,7 +9,7 @@ from typing import Any
 from django.conf import settings
 from django.core.management.base import BaseCommand
 
-from workers import checks, keeper, metrics, pulse
+from workers import checks, keeper, keeper_http, metrics
 
 
 class Command(BaseCommand):
@@ -20,11 +20,11 @@ class Command(BaseCommand):
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
-        state = pulse.Pulse()
+        state = keeper_http.Pulse()
         listener = None
         if settings.KEEPER_METRICS_ADDRESS:
             metrics.publish_fleet_figures(lambda: state.leading)
-            listener = pulse.listen(settings.KEEPER_METRICS_ADDRESS, state)
+            listener = keeper_http.listen(settings.KEEPER_METRICS_ADDRESS, state)
         keeper.run(stop, state)
         if listener is not None:
             listener.close()

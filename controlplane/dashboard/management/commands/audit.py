@@ -1,4 +1,4 @@
-"""`manage.py audit verify | tail | export`: prove that the audit trail is whole, or read it.
+"""`manage.py audit verify | tail | export`: prove that the audit trail is intact, or read it.
 
 Reads everything and changes nothing, but for one row that says the trail was verified.
 """
@@ -14,7 +14,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from controlplane.accounts import actions, chain
 from controlplane.accounts.models import SYSTEM, AuditEvent
-from controlplane.fleet.folding import Stray, strays
+from controlplane.fleet.state_audit import StateMismatch, state_mismatches
 
 
 class Command(BaseCommand):
@@ -53,31 +53,31 @@ class Command(BaseCommand):
 
     def _verify(self, options: dict[str, Any]) -> None:
         report = chain.verify(_head(options["head"]))
-        astray = strays()
+        mismatched = state_mismatches()
         if not options["no_record"]:
-            actions.record_verification(SYSTEM, report, strays=len(astray))
+            actions.record_verification(SYSTEM, report, strays=len(mismatched))
         if options["json"]:
-            told = report.as_dict() | {"ok": report.ok and not astray}
-            told["strays"] = [asdict(stray) for stray in astray]
+            told = report.as_dict() | {"ok": report.ok and not mismatched}
+            told["strays"] = [asdict(node) for node in mismatched]
             self.stdout.write(json.dumps(told))
         else:
-            self._tell(report, astray)
-        if not report.ok or astray:
+            self._tell(report, mismatched)
+        if not report.ok or mismatched:
             raise SystemExit(1)
 
-    def _tell(self, report: chain.Report, astray: list[Stray]) -> None:
+    def _tell(self, report: chain.Report, mismatched: list[StateMismatch]) -> None:
         for problem in report.problems:
             where = "unchained" if problem.position is None else f"position {problem.position}"
             row = "" if problem.event_id is None else f", row {problem.event_id}"
             self.stdout.write(f"{where}{row}: {problem.what}")
         if report.problem_count > len(report.problems):
             self.stdout.write(f"… {report.problem_count} problems in all")
-        for stray in astray:
-            self.stdout.write(f"node {stray.name}: {stray.what}")
-        verdict = "whole" if report.ok else "NOT whole"
+        for node in mismatched:
+            self.stdout.write(f"node {node.name}: {node.what}")
+        verdict = "intact" if report.ok else "BROKEN"
         self.stdout.write(
             f"The chain of {report.rows} rows is {verdict}; {report.unchained} not chained yet;"
-            f" {len(astray)} nodes astray."
+            f" {len(mismatched)} nodes whose state does not match their events."
         )
         self.stdout.write(f"head {report.head}")
 

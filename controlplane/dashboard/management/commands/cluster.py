@@ -41,9 +41,9 @@ class Command(BaseCommand):
                 gpu_hour_price=Decimal(2) if price is None else price,
                 currency=currency or "USD",
             )
-            self.stdout.write(f"{made} was made: {_words(made)}")
+            self.stdout.write(f"{made} was made: {_price_of(made)}")
             return
-        before = _words(found)
+        before = _price_of(found)
         actions.set_price(
             SYSTEM,
             found.pk,
@@ -51,16 +51,18 @@ class Command(BaseCommand):
             currency=currency or found.currency,
         )
         found.refresh_from_db()
-        if _words(found) == before:
+        if _price_of(found) == before:
             self.stdout.write(f"{found} is there already: {before}")
         else:
-            self.stdout.write(f"{found}: {_words(found)}, {before.removesuffix(A_GPU_HOUR)} before")
+            self.stdout.write(
+                f"{found}: {_price_of(found)}, {before.removesuffix(A_GPU_HOUR)} before"
+            )
 
 
 A_GPU_HOUR = " a GPU-hour"
 
 
-def _words(cluster: Cluster) -> str:
+def _price_of(cluster: Cluster) -> str:
     return f"{cluster.gpu_hour_price:.2f} {cluster.currency}{A_GPU_HOUR}"
 
 

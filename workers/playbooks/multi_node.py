@@ -19,8 +19,8 @@ from controlplane.jobs.choices import PlacementState
 from controlplane.jobs.models import Placement, Replica
 from node_agent import wire
 from workers import losses
-from workers.playbooks.base import Ask, Back, Done, Outcome, StepContext, Wait
-from workers.playbooks.orders import START_ORDER_S, start_rank_command
+from workers.playbooks.base import Done, GoTo, NeedsOperator, Outcome, StepContext, Wait
+from workers.playbooks.start_rank import START_ORDER_S, start_rank_command
 
 #: Where the processes of a start meet on its first node: below the ports that systems give out.
 FIRST_PORT, PORTS = 20_000, 12_000
@@ -56,7 +56,7 @@ def start_all(
             text=f"{', '.join(names)} are told to start it together",
             context={"placements": [ctx.placement_id(str(n)) for n in range(len(node_ids))]},
             apply=order,
-            on_conflict=Back(to=again, text="one of the nodes was taken meanwhile", apply=give_up),
+            on_conflict=GoTo(to=again, text="one of the nodes was taken meanwhile", apply=give_up),
         )
     failed = [c for c in commands if c.state in COMMAND_FINISHED and c.state != CommandState.DONE]
     if failed:
@@ -64,7 +64,7 @@ def start_all(
     up = sum(command.state == CommandState.DONE for command in commands)
     if up < len(commands):
         return Wait(text=f"{up} of its {len(commands)} nodes have started it")
-    return Done(text=f"it runs on all of its {up} nodes")
+    return Done(text=f"the replica runs on all of its {up} nodes")
 
 
 def starts_of(ctx: StepContext) -> QuerySet[Command]:
@@ -121,7 +121,7 @@ def order_ends(
     for placement, stop in left:
         if stop is None:
             order = wire.StopProcess(placement=placement.pk, grace_s=grace_s)
-            requester = f"{_asker(ctx, placement)}.{_stops_of(ctx, placement).count()}"
+            requester = f"{_stop_requester(ctx, placement)}.{_stops_of(ctx, placement).count()}"
             fleet.queue_command(actor, placement.node_id, order, requester=requester, ttl_s=ttl_s)
 
 
@@ -150,7 +150,7 @@ def _start_failed(
     ]
     bad = refused(left)
     if bad is not None:
-        return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs there")
+        return NeedsOperator(text=f"{bad[0].node.name} does not say that nothing of it runs there")
     if any(stop is None for _, stop in left):
         return Wait(
             text=f"{name} did not start it ({why}): all are told to end it",
@@ -168,7 +168,7 @@ def _start_failed(
 
     at_fault = [one.node_id for one in failed if not went_unheard(ctx, one)]
     passed_over = [*ctx.values.get("passed_over", []), *at_fault]
-    return Back(
+    return GoTo(
         to=again,
         text=f"{name} did not start it: {why}",
         context={"passed_over": passed_over},
@@ -181,11 +181,11 @@ def _stop_of(ctx: StepContext, placement: Placement) -> Command | None:
 
 
 def _stops_of(ctx: StepContext, placement: Placement) -> QuerySet[Command]:
-    asker = f"{_asker(ctx, placement)}."
-    return Command.objects.filter(requester__startswith=asker, verb="stop_process")
+    requester = f"{_stop_requester(ctx, placement)}."
+    return Command.objects.filter(requester__startswith=requester, verb="stop_process")
 
 
-def _asker(ctx: StepContext, placement: Placement) -> str:
+def _stop_requester(ctx: StepContext, placement: Placement) -> str:
     return ctx.requester(f"stop.{placement.node_rank}")
 
 

@@ -34,7 +34,7 @@ ORDER BY node.name
 
 
 @dataclass(frozen=True)
-class Stray:
+class StateMismatch:
     """A node whose state is not what its audit events tell."""
 
     node_id: str
@@ -42,11 +42,11 @@ class Stray:
     what: str
 
 
-def strays() -> list[Stray]:
+def state_mismatches() -> list[StateMismatch]:
     """Every node whose state differs from the fold of its events, or whose events do not join."""
     with connection.cursor() as cursor:
         cursor.execute(_DIFFERENCES)
-        return [Stray(row[0], row[1], _what(*row[2:])) for row in cursor.fetchall()]
+        return [StateMismatch(row[0], row[1], _what(*row[2:])) for row in cursor.fetchall()]
 
 
 def _what(state: str, told: str | None, stood: str | None, left: str | None) -> str:

@@ -20,8 +20,8 @@ from controlplane.incidents.plans import Plan, step_of
 from controlplane.jobs.accounting import median_step_s
 from controlplane.jobs.choices import JobState, PlacementState, ReplicaState
 from controlplane.jobs.models import Job, Placement, Replica
+from workers.placement import Candidate, choose_spare
 from workers.recovery import expected_start_s
-from workers.spares import Candidate, choose_spare
 
 PLAYBOOK = "move-replica"
 #: The same for a job that lives and dies as one, which stands still while it moves.
@@ -144,7 +144,7 @@ def _notes_as_whole(move: Move, pause_s: float) -> list[str]:
     end, begin = ", ".join([here.name, *others]), ", ".join([there, *others])
     s = "" if others else "s"
     notes = [
-        f"{name} lives as one: no second process can follow it while it trains",
+        f"{name} restarts as a whole: no second process can follow it while it trains",
         "it saves a checkpoint first",
         f"{end} tell{s} it to end, which it does at its next edge; if it has not after "
         f"{SAVE_S:g} s it is killed, and goes on from that checkpoint",

@@ -12,7 +12,7 @@ from controlplane.errors import Conflict
 from controlplane.fleet.changes import change
 from controlplane.fleet.models import Node
 from controlplane.ids import new_id
-from controlplane.incidents.actions.ending import end_process
+from controlplane.incidents.actions.job_end import end_process
 from controlplane.incidents.actions.requests import WARM_SPARE
 from controlplane.incidents.actions.runs import request_run
 from controlplane.incidents.candidates import free_nodes, wanted_by
@@ -22,7 +22,7 @@ from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import Job, Placement
-from workers.spares import choose_spare
+from workers.placement import choose_spare
 
 #: So long after one did not come to life another is tried.
 RETRY = timedelta(seconds=60)

@@ -24,7 +24,7 @@ REASON_MAX = 500
 def act(
     request: HttpRequest,
     cluster_id: str,
-    deed: Callable[[Actor], Any],
+    operation: Callable[[Actor], Any],
     *,
     back: str,
     again: Callable[[int], HttpResponse],
@@ -38,7 +38,7 @@ def act(
     if not may(request.user, role, cluster_id):
         raise PermissionDenied(f"This takes the role {role.label.lower()} in this cluster.")
     try:
-        deed(actor_of(request))
+        operation(actor_of(request))
     except Conflict as conflict:
         messages.error(request, conflict.detail)
         return again(409)

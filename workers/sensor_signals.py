@@ -21,8 +21,15 @@ from controlplane.health import actions as health
 from controlplane.health.actions import KEPT_BY_CARD, record_signal
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Baseline, Signal
-from workers.readings import FLAGS, PARTS, ErrorCounter, Growth
-from workers.watching import CardWatch, Finding, PortWatch
+from workers.detectors import (
+    CARD_FLAGS,
+    GROWTH_PARTS,
+    CardWatch,
+    ErrorCounter,
+    Finding,
+    Growth,
+    PortWatch,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -30,9 +37,9 @@ log = structlog.get_logger(__name__)
 RISE = 0.01
 
 #: A port that was not told of for this long is followed no more: its adapter was taken out.
-FORGOTTEN_S = 3600.0
+PORT_EXPIRY_S = 3600.0
 #: What was told within this time is not told again by a keeper that was started anew.
-LATELY = timedelta(days=7)
+REPEAT_WINDOW = timedelta(days=7)
 
 Shown = Mapping[str, Any]
 #: Of each node that was heard: when, and what its cards, or its ports, showed.
@@ -120,12 +127,12 @@ class Sensors:
         self._where |= {uuid: heard[uuid] for uuid in new}
 
     def _meet_ports(self, heard: Heard) -> None:
-        """The same of ports; those that a node has not told of for FORGOTTEN_S are forgotten."""
+        """The same of ports; those that a node has not told of for PORT_EXPIRY_S are forgotten."""
         new: dict[str, set[str]] = {}
         for node_id, (at, told_now) in heard.items():
             there = self.ports.setdefault(node_id, {})
             names = {str(port["name"]) for port in told_now}
-            gone = [n for n, one in there.items() if at.timestamp() - one.heard_at > FORGOTTEN_S]
+            gone = [n for n, one in there.items() if at.timestamp() - one.heard_at > PORT_EXPIRY_S]
             for name in gone:
                 del there[name]
             if names - set(there):
@@ -150,7 +157,7 @@ class Sensors:
     def _follow_flags(self, node_id: str, uuid: str, at: datetime, card: Shown) -> None:
         """Tell of each flag that a card newly shows, or with another value; of what it keeps in its
         own memory also that it is well again."""
-        shown = {name: float(card[name]) for name in FLAGS if card.get(name) is not None}
+        shown = {name: float(card[name]) for name in CARD_FLAGS if card.get(name) is not None}
         before = self.flags[uuid]
         self.flags[uuid] = before | shown  # what could not be read is as it was
         for name, value in shown.items():
@@ -170,14 +177,16 @@ def _each(heard: Heard) -> Iterator[tuple[str, datetime, Mapping[str, Any]]]:
 def _told_before(
     where: Mapping[str, str],
 ) -> tuple[dict[str, set[str]], dict[str, dict[str, float]]]:
-    """What was told of these cards, in the nodes in which they are, and not repaired since, so that
-    whoever forgot it does not tell it again: the readings of LATELY, and the flags as they were
-    last told."""
+    """What was recorded of these cards in their present nodes and not repaired since.
+
+    The readings of REPEAT_WINDOW, and the flags as they were last recorded: so a keeper that was
+    started anew does not record them again.
+    """
     uuids = list(where)
     repaired = dict(
         RepairRecord.objects.filter(gpu__in=uuids).order_by("at").values_list("gpu", "at")
     )
-    since = timezone.now() - LATELY
+    since = timezone.now() - REPEAT_WINDOW
     told: dict[str, set[str]] = {}
     flags: dict[str, dict[str, float]] = {}
     signals = Signal.objects.filter(gpu__in=uuids, kind=SignalKind.READING).order_by("observed_at")
@@ -186,7 +195,7 @@ def _told_before(
             continue  # in another node it is news
         if uuid in repaired and at < repaired[uuid] and data["reading"] not in KEPT_BY_CARD:
             continue
-        if data["reading"] in FLAGS:
+        if data["reading"] in CARD_FLAGS:
             flags.setdefault(uuid, {})[data["reading"]] = float(data["value"])
         elif at >= since:
             told.setdefault(uuid, set()).add(data["reading"])
@@ -195,7 +204,7 @@ def _told_before(
 
 def _told_of_ports(nodes: Collection[str]) -> dict[tuple[str, str], set[str]]:
     """The same of these nodes' ports: by node, and the port's name."""
-    since = timezone.now() - LATELY
+    since = timezone.now() - REPEAT_WINDOW
     signals = Signal.objects.filter(
         node__in=nodes, gpu=None, kind=SignalKind.READING, observed_at__gte=since
     )
@@ -208,7 +217,7 @@ def _told_of_ports(nodes: Collection[str]) -> dict[tuple[str, str], set[str]]:
 def _tell_growth(node_id: str, uuid: str, at: datetime, growth: Growth) -> None:
     parts = ", ".join(f"{errors:.0f}" for errors in growth.errors)
     raw = (
-        f"ecc_corrected of {uuid}: {parts} in each {growth.window_s / PARTS:g} s, "
+        f"ecc_corrected of {uuid}: {parts} in each {growth.window_s / GROWTH_PARTS:g} s, "
         f"{growth.count:.0f} in all"
     )
     found = {"errors": list(growth.errors), "window_s": growth.window_s, "count": growth.count}

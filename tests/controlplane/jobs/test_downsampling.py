@@ -11,7 +11,7 @@ from django.db.models import F, Max, Sum
 from django.test.utils import CaptureQueriesContext
 
 from controlplane.jobs import actions, selectors
-from controlplane.jobs.actions import thinning
+from controlplane.jobs.actions import downsampling
 from controlplane.jobs.models import Job, ProgressSample
 from tests.factories import JobFactory, ProgressSampleFactory
 
@@ -122,7 +122,7 @@ def test_what_is_young_stays_as_it_was_told_and_no_minute_is_cut(job: Job) -> No
     for second in (10, 20, 70, 80):
         told(job, second)
 
-    thin(MINUTE + thinning.EACH_KEPT + timedelta(seconds=75))
+    thin(MINUTE + downsampling.EACH_KEPT + timedelta(seconds=75))
 
     assert list(job.progress.order_by("step").values_list("step", "thinned")) == [
         (20, True),
@@ -134,7 +134,7 @@ def test_what_is_young_stays_as_it_was_told_and_no_minute_is_cut(job: Job) -> No
 def test_a_batch_is_bounded_and_the_next_one_goes_on_where_it_ended(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(thinning, "BATCH", 7)
+    monkeypatch.setattr(downsampling, "BATCH", 7)
     varied(job)
     before = sums(job)
 

@@ -91,9 +91,9 @@ def choose_rung(
             again = "the same fault of the same card came again after a restart"
             reasons += [again] if again not in reasons else []
         elif rung in record.in_vain:
-            reasons.append(f"it came again after a {_words(rung)}")
+            reasons.append(f"the failure came again after a {_rung_text(rung)}")
         elif tried >= limit:
-            reasons.append(f"{_words(rung)} was tried {tried} times in 24 h (limit {limit})")
+            reasons.append(f"{_rung_text(rung)} was tried {tried} times in 24 h (limit {limit})")
         else:
             reasons.append(f"{tried} of {limit} attempts in 24 h")
             return Choice(rung, "; ".join(reasons))
@@ -139,5 +139,5 @@ def cards_named(output: Mapping[str, object], cards: Mapping[str, str]) -> froze
     )
 
 
-def _words(rung: str) -> str:
+def _rung_text(rung: str) -> str:
     return rung.replace("_", " ")

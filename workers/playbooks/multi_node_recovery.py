@@ -1,37 +1,28 @@
-"""What `replica-lost` does where the replica is on several nodes; see `together`. And what it and
-`move-job` do alike on one."""
+"""How `replica-lost` restarts a replica that runs on several nodes; see `multi_node`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
-
-from django.db.models import Q
-from django.utils import timezone
 
 from controlplane.accounts.models import SYSTEM
-from controlplane.fleet.choices import IN_SERVICE, NodeState
-from controlplane.fleet.models import MaintenanceWindow, Node
-from controlplane.health.choices import Action, Urgency
-from controlplane.incidents import actions as incidents
+from controlplane.fleet.models import Node
+from controlplane.health.choices import Action
 from controlplane.incidents.candidates import free_nodes, wanted_by
-from controlplane.incidents.choices import RUN_ACTIVE, ApprovalState, EntryKind
-from controlplane.incidents.models import PlaybookRun
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import PlacementState
-from controlplane.jobs.models import Job, Placement, Replica
-from controlplane.jobs.selectors import may_return
+from controlplane.jobs.models import Placement, Replica
 from workers import losses
+from workers.placement import Candidate, choose_spare
 from workers.playbooks.base import (
-    Ask,
-    Back,
     Done,
+    GoTo,
+    NeedsOperator,
     Outcome,
     Skip,
     StepContext,
     Wait,
 )
-from workers.playbooks.together import (
+from workers.playbooks.multi_node import (
     gone_of,
     left_of,
     names_of,
@@ -42,15 +33,10 @@ from workers.playbooks.together import (
     starts_of,
     went_unheard,
 )
-from workers.spares import Candidate, choose_spare
+from workers.playbooks.replica_steps import await_free, can_restart_on, replica_of, trains_again
 
 #: A node that was told to kill a process answers within this many seconds.
 KILL_ORDER_S = 30.0
-#: A person is asked for a node after so many seconds, once nothing is under way that gives one
-#: back: a boot, a diagnostic and the watch after it take most of that.
-PLACE_S = 2700.0
-#: What gives a node back at its end.
-RETURNING = ("repair-node", "return-node", "admit-node")
 
 
 def end_what_is_left(ctx: StepContext) -> Outcome:
@@ -59,13 +45,15 @@ def end_what_is_left(ctx: StepContext) -> Outcome:
     replica = replica_of(ctx)
     there = list(replica.alive)
     if replica.job.nodes_per_replica == 1:
-        return Skip(text="it is on one node")
+        return Skip(text="the replica uses a single node")
     left = left_of(ctx, there)
     if not left:
-        return Done(text=f"nothing of it runs on any of its {replica.job.nodes_per_replica} nodes")
+        return Done(
+            text=f"nothing of the replica runs on any of its {replica.job.nodes_per_replica} nodes"
+        )
     silent = next((one for one, _ in left if not one.node.lease.reachable), None)
     if silent is not None:
-        return Back(
+        return GoTo(
             to="find-cause",
             node_id=silent.node_id,
             text=f"{silent.node.name} went silent before its process was seen to end",
@@ -74,7 +62,7 @@ def end_what_is_left(ctx: StepContext) -> Outcome:
     bad = refused(left)
     if bad is not None:
         placement, stop = bad
-        return Back(
+        return GoTo(
             to="take-node-out",
             node_id=placement.node_id,
             text=f"{placement.node.name} does not end its process ({stop.error or stop.state}): it "
@@ -106,7 +94,7 @@ def choose_places(ctx: StepContext, replica: Replica) -> Outcome:
         if one.node_id not in ctx.values["passed_over"]
     }
     last = [_last_at(replica, node_rank) for node_rank in range(job.nodes_per_replica)]
-    stay = [one for one in last if _stays(ctx, one, free)]
+    stay = [one for one in last if _can_reuse_node(ctx, one, free)]
     chosen = {one.node_rank: one.node for one in stay}
     reasons = []
     for one in last:
@@ -123,26 +111,9 @@ def choose_places(ctx: StepContext, replica: Replica) -> Outcome:
         chosen[one.node_rank] = Node.objects.select_related("rack").get(pk=choice.node_id)
         reasons.append(f"{choice.name} for {one.node.name}: {choice.reason}")
     return Done(
-        text="; ".join(reasons) or "it returns on the nodes that it had",
+        text="; ".join(reasons) or "the replica returns on the nodes that it had",
         context={"targets": [chosen[rank].pk for rank in range(job.nodes_per_replica)]},
     )
-
-
-def await_free(ctx: StepContext, why: str, evidence: dict[str, str] | None = None) -> Outcome:
-    """Wait until a node is free: for as long as one is being repaired, or kept for a while by an
-    announced work, and else for PLACE_S. A repair may wait for days while its node works on: for
-    idleness, or to be signed."""
-    now = timezone.now()
-    waited_s = (now - (ctx.step.started_at or now)).total_seconds()
-    there = {"cluster": ctx.run.cluster_id}
-    repairs = PlaybookRun.objects.filter(**there, playbook__in=RETURNING, state__in=RUN_ACTIVE)
-    put_off = Q(context__urgency=Urgency.IDLE) | Q(approvals__state=ApprovalState.WAITING)
-    repairs = repairs.exclude(pk__in=repairs.filter(put_off, node__state__in=sorted(IN_SERVICE)))
-    works = MaintenanceWindow.objects.filter(**there, closed_at=None)
-    comes = repairs.exists() or works.filter(starts_at__lte=now, ends_at__gt=now).exists()
-    if waited_s > PLACE_S and not comes:
-        return Ask(text=f"waited {waited_s:.0f} s: {why}", evidence=evidence or {})
-    return Wait(text=why, wake_s=2.0, evidence=evidence or {})
 
 
 def _last_at(replica: Replica, node_rank: int) -> Placement:
@@ -150,12 +121,12 @@ def _last_at(replica: Replica, node_rank: int) -> Placement:
     return stays.select_related("node__rack", "node__lease", "replica__job").latest("created_at")
 
 
-def _stays(ctx: StepContext, last: Placement, free: Mapping[str, Candidate]) -> bool:
+def _can_reuse_node(ctx: StepContext, last: Placement, free: Mapping[str, Candidate]) -> bool:
     """Whether a place may be on the node that it was on last."""
     if last.node_id in ctx.values["passed_over"] or not last.node.lease.reachable:
         return False
     lost_to_it = last.pk == ctx.values["lost_placement"] and not ctx.values["node_fit"]
-    holds_it = last.state != PlacementState.ENDED and may_stay(last.node, last.replica.job)
+    holds_it = last.state != PlacementState.ENDED and can_restart_on(last.node, last.replica.job)
     return not lost_to_it and (holds_it or last.node_id in free)
 
 
@@ -168,14 +139,14 @@ def end_what_was_begun(ctx: StepContext, replica: Replica) -> Outcome | None:
         return None
     up = [one for one in begun if one.state == PlacementState.RUNNING and losses.lives(one)]
     if len(up) == replica.job.nodes_per_replica:
-        return Done(text=f"it runs on {names_of(up)} by now")
+        return Done(text=f"the replica runs on {names_of(up)} by now")
     left = [
         (one, None if stop is not None and went_unheard(ctx, stop) else stop)
         for one, stop in left_of(ctx, begun)
     ]
     bad = refused(left)
     if bad is not None:
-        return Ask(text=f"{bad[0].node.name} does not say that nothing of it runs there")
+        return NeedsOperator(text=f"{bad[0].node.name} does not say that nothing of it runs there")
     names = names_of([one for one, _ in left])
     if any(stop is None for _, stop in left):
         return Wait(
@@ -207,7 +178,7 @@ def start_together(ctx: StepContext, replica: Replica) -> Outcome:
     there = [one for one in begun if one.state != PlacementState.ENDED]
     silent = next((one for one in there if not one.node.lease.reachable), None)
     if silent is not None:
-        return Back(
+        return GoTo(
             to="find-cause",
             text=f"{silent.node.name} went silent before all had started it",
             context={"lost_placement": silent.pk},
@@ -228,9 +199,9 @@ def await_all(ctx: StepContext) -> Outcome:
     placements = placements_of(ctx)
     gone = gone_of(placements)
     if gone is not None:
-        return Back(
+        return GoTo(
             to="find-cause",
-            text=f"it was lost again on {gone.node.name}",
+            text=f"the replica was lost again on {gone.node.name}",
             context={"lost_placement": gone.pk},
         )
     joined = [one.joined_at for one in placements if one.joined_at is not None]
@@ -239,15 +210,6 @@ def await_all(ctx: StepContext) -> Outcome:
         return Wait(text=f"{up} of its {len(placements)} nodes' processes are up")
     text = f"replica {ctx.values['replica']} trains again on {names_of(placements)}"
     return trains_again(ctx, max(joined), text)
-
-
-def trains_again(ctx: StepContext, at: datetime, text: str) -> Done:
-    def apply() -> None:
-        key = f"restored/{ctx.values['replica']}/{at.timestamp()}"
-        incidents.tell(ctx.incident, key, EntryKind.JOB, text, at=at)
-        incidents.set_restored(ctx.run)
-
-    return Done(text=text, apply=apply)
 
 
 def lacks_a_place(ctx: StepContext, replica: Replica) -> bool:
@@ -259,16 +221,3 @@ def lacks_a_place(ctx: StepContext, replica: Replica) -> bool:
         begun = starting.filter(pk=ctx.values.get("placement", ""), moved_from=None)
         return begun.exists()
     return replica.alive.count() < nodes or ("placements" in ctx.values and starting.exists())
-
-
-def replica_of(ctx: StepContext) -> Replica:
-    return Replica.objects.select_related("job").get(
-        job_id=ctx.run.job_id, index=ctx.values["replica"]
-    )
-
-
-def may_stay(node: Node, job: Job) -> bool:
-    """Whether a replica may be started anew on the node that it has: it works, and nobody keeps the
-    job, or all work, from it."""
-    works = node.state in (NodeState.ALLOCATED, NodeState.AVAILABLE)
-    return works and may_return(node, job)

@@ -25,13 +25,13 @@ from controlplane.jobs.models import Job, Placement
 def set_warm_spares(actor: Actor, job_id: str, count: int, reason: str) -> Job:
     """Say how many warm spares a job is to have.
 
-    Raises Conflict if it has ended, or lives as one.
+    Raises Conflict if it has ended, or restarts as a whole.
     """
     job = Job.objects.select_for_update(no_key=True).get(pk=job_id)
     if job.ended_at is not None:
         raise Conflict(f"{job.name} has ended")
     if job.whole and count:
-        raise Conflict(f"{job.name} lives as one: no process can hold its state beside it")
+        raise Conflict(f"{job.name} restarts as a whole: no process can hold its state beside it")
     before, job.warm_spares = job.warm_spares, count
     job.save(update_fields=["warm_spares"])
     audit(

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 Reading = Mapping[str, float | None]
 
+#: What a card says of itself, each told whenever it changes, by the reading's name. One that is
+#: well shows 0, but for its remapped rows.
+CARD_FLAGS = (
+    "remap_pending",
+    "remap_failed",
+    "sram_over_threshold",
+    "recovery_action",
+    "remapped_rows",
+    "exhausted_banks",
+)
 #: Below this share of its own baseline a card's NVLink is slow; above the second it is well.
 NVLINK_SLOW, NVLINK_WELL = 0.8, 0.9
 #: PCIe replays in a minute that a healthy link does not exceed (NVIDIA's DCGM, hardware limits).
@@ -45,6 +55,12 @@ DROP_S = 240.0
 HOUR_S, MINUTE_S = 3600.0, 60.0
 #: What was read is kept of about so many moments of a window.
 MOMENTS = 12
+#: Corrected memory errors: a window is looked at in so many equal parts, oldest first.
+GROWTH_PARTS = 3
+#: Fewer corrected errors than this, in each part, are what healthy memory does.
+GROWTH_MIN_ERRORS = (3, 10, 30)
+#: Each part must hold this many times the errors of the one before.
+GROWTH_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -266,3 +282,74 @@ def _rate(rate: Rate, at: float, name: str, reading: Reading) -> Finding | None:
     count = reading.get(name)
     risen = None if count is None else rate.read(at, count)
     return None if risen is None else Finding(name, {"value": risen, "window_s": rate.window_s})
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How many errors came in each part of a window, oldest first, and the counter's value."""
+
+    errors: tuple[float, ...]
+    window_s: float
+    count: float
+
+
+@dataclass
+class ErrorCounter:
+    """One card's counter of corrected errors, as far back as its window.
+
+    It says nothing before it has followed the counter for a whole window, and speaks once: again
+    only after the card was reset, or after its errors became few.
+    """
+
+    window_s: float
+    _since: float = 0.0
+    _points: list[tuple[float, float]] = field(default_factory=list)
+    _told: bool = False
+
+    def read(self, at: float, count: float) -> Growth | None:
+        """Take in the counter's value at a moment (seconds, rising). Its growth if it accelerates.
+
+        A value below the last one is a counter that began anew, with a boot or a reset.
+        """
+        if not self._points or count < self._points[-1][1]:
+            self._since, self._points, self._told = at, [(at, count)], False
+            return None
+        errors = self._errors(at, count)
+        self._keep(at, count)
+        if errors[-1] < GROWTH_MIN_ERRORS[-1] / 2:
+            self._told = False
+        if self._told or at - self._since < self.window_s or not accelerates(errors):
+            return None
+        self._told = True
+        return Growth(errors, self.window_s, count)
+
+    def _errors(self, at: float, count: float) -> tuple[float, ...]:
+        part = self.window_s / GROWTH_PARTS
+        edges = [self._value_at(at - part * back) for back in range(GROWTH_PARTS, 0, -1)] + [count]
+        return tuple(edges[i + 1] - edges[i] for i in range(GROWTH_PARTS))
+
+    def _value_at(self, moment: float) -> float:
+        """The last value known at that moment; the first one before that, so nothing is made up."""
+        place = bisect_right(self._points, moment, key=lambda point: point[0])
+        return self._points[max(0, place - 1)][1]
+
+    def _keep(self, at: float, count: float) -> None:
+        last_at, last = self._points[-1]
+        if count == last or at - last_at < self.window_s / MOMENTS:
+            return
+        # One point older than the window says where it began.
+        first = bisect_right(self._points, at - self.window_s, key=lambda point: point[0]) - 1
+        self._points = [*self._points[max(0, first) :], (at, count)]
+
+
+def accelerates(errors: Sequence[float]) -> bool:
+    """Whether corrected errors come ever faster: their rate and its growth, never their sum.
+
+    A card with many corrected errors at a steady pace works as it should. One whose rate doubles
+    again and again is on its way to the first error that cannot be corrected. A steady pace that
+    has just begun shows no growth over all the parts.
+    """
+    enough = len(errors) == GROWTH_PARTS and all(
+        count >= least for count, least in zip(errors, GROWTH_MIN_ERRORS, strict=True)
+    )
+    return enough and all(later >= GROWTH_FACTOR * earlier for earlier, later in pairwise(errors))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers import watching
-from workers.watching import Bound, CardWatch, Finding, PortWatch, Rate, Trend
+from workers import detectors
+from workers.detectors import Bound, CardWatch, Finding, PortWatch, Rate, Trend
 
 HOLD_S = 5.0
 BEST = 480_000.0
@@ -150,9 +150,9 @@ def test_a_port_that_is_down_for_four_minutes_has_dropped() -> None:
     assert told_of_port(ups_and_downs(5, 230, 5)) == []
 
 
-@pytest.mark.parametrize("counter", watching.PORT_ERRORS_AN_HOUR)
+@pytest.mark.parametrize("counter", detectors.PORT_ERRORS_AN_HOUR)
 def test_a_port_s_errors_are_told_beyond_their_hourly_rate(counter: str) -> None:
-    most = watching.PORT_ERRORS_AN_HOUR[counter]
+    most = detectors.PORT_ERRORS_AN_HOUR[counter]
     assert told_of_port({counter: 7.0 + i} for i in range(most + 1)) == []
     assert told_of_port({counter: 7.0 + 10 * i} for i in range(most + 1)) == [counter]
 

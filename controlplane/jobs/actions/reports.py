@@ -19,7 +19,7 @@ from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.jobs.actions.jobs import end_itself, end_placement, set_job, set_replicas
 from controlplane.jobs.actions.moves import take_place
-from controlplane.jobs.actions.warm import enter
+from controlplane.jobs.actions.warm_spares import enter
 from controlplane.jobs.choices import JOB_ACTIVE, JobState, PlacementState, ReplicaState, Tier
 from controlplane.jobs.models import (
     LEFT,
@@ -39,13 +39,13 @@ from runtime import client
 REPLACED = "replaced by "
 #: Of tiers that are saved to every few seconds, and keep a few states themselves, so many are
 #: remembered.
-FLEETING = (Tier.PEER, Tier.LOCAL)
-REMEMBERED = 500
+SHORT_LIVED_TIERS = (Tier.PEER, Tier.LOCAL)
+MAX_SHORT_LIVED = 500
 #: And of the others, which may keep what is young: at five minutes' interval a week of it.
-LONG_REMEMBERED = 2000
+MAX_LONG_LIVED = 2000
 #: What is known of a job by its processes' word. Its state is not among it: the last one's farewell
 #: ends a job that is stopping.
-TOLD = (
+REPORTED_FIELDS = (
     *("step", "step_at", "epoch", "loss", "samples_per_s", "whole"),
     *("ledger_step", "recomputed_steps"),
 )
@@ -93,7 +93,7 @@ def record_runtime_batch(
             _record_trouble(job, batch, told)
         elif isinstance(message, client.Stopped):
             _record_stopped(job, batch, message)
-    job.save(update_fields=TOLD)
+    job.save(update_fields=REPORTED_FIELDS)
     touch(job.cluster_id, ("job", job.pk))
     # Who tells of progress says when all save, and may hear of no save itself.
     asks = any(isinstance(one, client.CheckpointSaved | client.Progress) for one in messages)
@@ -198,7 +198,7 @@ def _is_news(job: Job, batch: client.Batch, message: client.Progress) -> bool:
         return message.epoch >= job.epoch  # by a wrong clock, taken when such were believed
     if message.epoch >= job.epoch:
         return (message.epoch, _moment(message.at)) > (job.epoch, job.step_at)
-    # What lives as one and finds no checkpoint any more counts its epochs from the first again.
+    # One that restarts as a whole and finds no checkpoint counts its epochs from the first again.
     if not message.whole:
         return False
     own = Placement.objects.filter(pk=batch.placement, replica__job=job)
@@ -355,7 +355,7 @@ def _record_checkpoint(job: Job, message: client.CheckpointSaved) -> None:
     if not created and found.at < at:  # the job went back, and made that step again
         Checkpoint.objects.filter(pk=found.pk).update(**said)
     elif created:
-        kept = REMEMBERED if message.tier in FLEETING else LONG_REMEMBERED
+        kept = MAX_SHORT_LIVED if message.tier in SHORT_LIVED_TIERS else MAX_LONG_LIVED
         told = job.checkpoints.filter(tier=message.tier).order_by("-at")
         for oldest in told.values_list("at", flat=True)[kept : kept + 1]:
             told.filter(at__lte=oldest).delete()

@@ -23,15 +23,15 @@ from controlplane.incidents.actions.requests import FOR_THE_JOB, WARM_SPARE, rep
 from controlplane.incidents.actions.runs import cancel_run
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED, Severity
 from controlplane.incidents.models import Incident, PlaybookRun
-from controlplane.incidents.moves import PLAYBOOK as MOVE
-from controlplane.incidents.moves import SAVE_S
+from controlplane.incidents.move_plans import PLAYBOOK as MOVE
+from controlplane.incidents.move_plans import SAVE_S
 from controlplane.jobs import actions as jobs
 from controlplane.jobs.choices import JobState, PlacementState
 from controlplane.jobs.models import LEFT, Directive, Job, Placement
 from node_agent import wire
 
 #: One that does not end is told again after so long.
-AGAIN = timedelta(seconds=60)
+RESEND_AFTER = timedelta(seconds=60)
 #: A node that is heard has ended it, and said so, so long after the time that it has to leave.
 ANSWER_S = 60.0
 
@@ -63,7 +63,7 @@ def _call_off_for_what_is_over() -> None:
                 resolve(SYSTEM, run.incident.pk, "the job is over")
 
 
-def finish_endings() -> int:
+def finish_ending_jobs() -> int:
     """Have killed what a job that is to end has no use for, and what is known to be gone from its
     job and hangs; have told to end what trained and stands still; give back the nodes that nobody
     else does; note that those jobs are over of which nothing is left. Returns how many orders were
@@ -83,7 +83,7 @@ def finish_endings() -> int:
     )
     idle |= Q(Exists(others), replica__job__nodes_per_replica__gt=1)
     unseen = _gone().filter(~Exists(exits), ended_at__lt=long_ago, node__lease__reachable=True)
-    hang = [one for one in unseen if not _is_seen_to(one)]
+    hang = [one for one in unseen if not _has_owning_run(one)]
     there = alive.filter(replica__job__in=stopping)
     told = sum(map(end_process, [*there.filter(idle), *hang]))
     # What had the time to hear of it and to save may stand still, where a SIGTERM is heard too.
@@ -95,7 +95,7 @@ def finish_endings() -> int:
     # In that very moment, and neither saw the other; or who was to free its node was called off.
     # Not before it is known what the end of the process means.
     for one in _gone().filter(Exists(exits.filter(triaged_at__isnull=False))):
-        if not _is_seen_to(one):
+        if not _has_owning_run(one):
             _give_back(one)
     for job in stopping.exclude(Exists(alive.filter(replica__job=OuterRef("pk")))):
         with suppress(Conflict):  # it is over by now
@@ -128,7 +128,7 @@ def end_process(placement: Placement, *, grace_s: float = 0) -> bool:
             jobs.end_placement(SYSTEM, placement.pk, why, free_node=True)
         return False
     if last is not None and (
-        last.state not in COMMAND_FINISHED or timezone.now() - last.created_at < AGAIN
+        last.state not in COMMAND_FINISHED or timezone.now() - last.created_at < RESEND_AFTER
     ):
         return False
     # Once its agent may only have been restarted meanwhile.
@@ -166,7 +166,7 @@ def _gone() -> QuerySet[Placement]:
     return ended.select_related("replica__job", "node")
 
 
-def _is_seen_to(gone: Placement) -> bool:
+def _has_owning_run(gone: Placement) -> bool:
     """Whether a run frees its node that brings its replica back, or moves it. Who left by itself
     waits for none."""
     if gone.end_reason.startswith(LEFT):

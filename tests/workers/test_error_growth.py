@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from workers import triage
-from workers.readings import MIN_ERRORS, ErrorCounter, Growth, accelerates
+from workers.detectors import GROWTH_MIN_ERRORS, ErrorCounter, Growth, accelerates
 
 WINDOW_S = 12.0
 
@@ -27,7 +27,7 @@ def doubling(seconds: int, every_s: float = 3.0) -> list[float]:
 
 def test_errors_that_double_again_and_again_are_found_once() -> None:
     (growth,) = found([0.0] * 60 + doubling(40))
-    assert growth.errors[-1] >= MIN_ERRORS[-1]
+    assert growth.errors[-1] >= GROWTH_MIN_ERRORS[-1]
     assert growth.errors[0] < growth.errors[1] < growth.errors[2]
 
 
