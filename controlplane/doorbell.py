@@ -74,6 +74,10 @@ def announce_command_after_commit(node_id: str) -> None:
 
 
 def announce_command(node_id: str) -> None:
+    """Wake the long poll of this node now.
+
+    If Redis does not answer, the agent finds its command when its poll comes round.
+    """
     if _pause:
         return
     try:

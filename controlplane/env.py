@@ -60,6 +60,7 @@ def env_float(name: str, default: float, least: float = -math.inf) -> float:
 
 
 def env_int(name: str, default: int) -> int:
+    """A whole number from the environment. Raises ImproperlyConfigured if it is none."""
     value = env_float(name, default)
     if value != int(value):
         raise ImproperlyConfigured(f"{name} must be a whole number, not {value}")
@@ -67,6 +68,10 @@ def env_int(name: str, default: int) -> int:
 
 
 def env_bool(name: str, default: bool) -> bool:
+    """Whether the variable says 1, true, yes or on; 0, false, no and off mean the opposite.
+
+    Case does not matter. Raises ImproperlyConfigured for any other text.
+    """
     text = env_str(name).lower()
     if text in ("1", "true", "yes", "on"):
         return True
@@ -78,6 +83,7 @@ def env_bool(name: str, default: bool) -> bool:
 
 
 def env_list(name: str, default: list[str]) -> list[str]:
+    """The comma-separated parts of the variable, stripped; `default` if it is unset or empty."""
     text = env_str(name)
     return [part.strip() for part in text.split(",") if part.strip()] if text else default
 

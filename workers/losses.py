@@ -156,6 +156,7 @@ def saved_for(placement: Placement) -> tuple[recovery.Saved, ...]:
 
 
 def trained_s(job: Job) -> float:
+    """Seconds from the job's start to its newest step: what is made again if nothing was saved."""
     return _trained_since(job, job.started_at or job.created_at)
 
 

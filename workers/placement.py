@@ -38,6 +38,8 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Choice:
+    """The node that was chosen, and why."""
+
     node_id: str
     name: str
     reason: str

@@ -46,6 +46,8 @@ class Situation:
 
 @dataclass(frozen=True)
 class Option:
+    """A way in which the replica may return, with its estimated cost."""
+
     strategy: Strategy
     possible: bool
     #: GPU-seconds of the lost replica until it trains again; survivors cover its shards meanwhile.
@@ -55,6 +57,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Decision:
+    """The way that was chosen, why, and all options that were weighed."""
+
     strategy: Strategy
     reason: str
     options: tuple[Option, ...]

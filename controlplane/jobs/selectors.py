@@ -80,6 +80,7 @@ def jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
 
 
 def unfinished_jobs_for(user: User | AnonymousUser) -> QuerySet[Job]:
+    """The jobs of the user's clusters that have not ended."""
     return jobs_for(user).filter(state__in=JOB_UNFINISHED).order_by("name")
 
 
@@ -355,6 +356,7 @@ def commit_late_after_s(job: Job) -> float:
 
 
 def sample_ledger(job: Job) -> SampleLedger:
+    """What the job's ranks proved of its samples, summed over all steps that they reported."""
     sums = LedgerRange.objects.filter(job=job).aggregate(
         first=Min("step_from"),
         last=Max("step_to"),
@@ -388,6 +390,7 @@ def _added_up(place: int) -> Coalesce:
 
 
 def ledger_of(job: Job) -> QuerySet[LedgerRange]:
+    """The ranges of steps that the job's ledger is kept in."""
     return LedgerRange.objects.filter(job=job)
 
 
@@ -494,15 +497,18 @@ def replicas_for(user: User | AnonymousUser) -> QuerySet[Replica]:
 
 
 def checkpoints_for(user: User | AnonymousUser) -> QuerySet[Checkpoint]:
+    """The checkpoints of all jobs in the user's clusters."""
     return Checkpoint.objects.filter(job__cluster__in=clusters_for(user)).select_related("job")
 
 
 def exclusions_for(user: User | AnonymousUser) -> QuerySet[NodeExclusion]:
+    """The nodes that jobs in the user's clusters must not use."""
     found = NodeExclusion.objects.filter(job__cluster__in=clusters_for(user))
     return found.select_related("job", "node")
 
 
 def reservations_for(user: User | AnonymousUser) -> QuerySet[SpareReservation]:
+    """The spare nodes that are reserved in the user's clusters."""
     found = SpareReservation.objects.filter(cluster__in=clusters_for(user))
     return found.select_related("node")
 

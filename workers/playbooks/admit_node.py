@@ -12,10 +12,12 @@ from workers.playbooks.validation import run_diagnostic
 
 
 def validate(ctx: StepContext) -> Outcome:
+    """Run the level-1 diagnostic; a failure asks for a person."""
     return run_diagnostic(ctx, _node(ctx), level=1)
 
 
 def admit(ctx: StepContext) -> Outcome:
+    """Make the new node available for work."""
     node = _node(ctx)
     if node.state == NodeState.AVAILABLE:
         return Skip(text=f"{node.name} is available already")

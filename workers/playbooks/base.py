@@ -113,6 +113,8 @@ class StepContext:
 
 @dataclass(frozen=True, kw_only=True)
 class StepDefinition:
+    """One step of a playbook: what it does, and what pages and plans say of it."""
+
     key: str
     title: str
     act: Callable[[StepContext], Outcome]
@@ -133,6 +135,8 @@ class StepDefinition:
 
 @dataclass(frozen=True, kw_only=True)
 class Playbook:
+    """A named sequence of steps, taken one after the other by the engine."""
+
     name: str
     version: int
     #: What it is for, in a sentence.

@@ -180,6 +180,11 @@ def _choose_places(ctx: StepContext) -> Outcome:
 
 
 def start(ctx: StepContext) -> Outcome:
+    """Start the job's process on each chosen node, once nothing of an earlier attempt is left.
+
+    Fails if another run brings the job back by now. Back to the choice of a place if a node does
+    not start its part.
+    """
     if _being_brought_back(ctx):
         return _not_moved("the job is brought back by a run of its own")
     replica = _placement(ctx, "from").replica
@@ -200,6 +205,11 @@ def start(ctx: StepContext) -> Outcome:
 
 
 def await_step(ctx: StepContext) -> Outcome:
+    """Wait until the job commits a step where it was started.
+
+    Done too if it found nothing left to do and left. Fails if it is lost there: its incident brings
+    it back.
+    """
     before = _placement(ctx, "from")
     nows = placements_of(ctx) or [_placement(ctx, "placement")]
     now = nows[before.node_rank if len(nows) > 1 else 0]

@@ -53,6 +53,7 @@ LEAVE, LEAVE_STOP_ORDER_S = timedelta(seconds=10), 60.0
 
 
 def start_standby(ctx: StepContext) -> Outcome:
+    """Start the replica's second process on the chosen node; give the move up if that fails."""
     standby = _standby(ctx)
     if not standby.standby:
         return Skip(text="the new process has the replica's place already")
@@ -79,6 +80,11 @@ def start_standby(ctx: StepContext) -> Outcome:
 
 
 def await_place(ctx: StepContext) -> Outcome:
+    """Wait until the second process holds the state and has taken the replica's place.
+
+    The move is given up, and the replica trains on, if the process ends before, or has not taken
+    the place within REPLICA_START_DEADLINE_S.
+    """
     standby = _standby(ctx)
     if not standby.standby:
         return _has_place(ctx, standby)

@@ -132,6 +132,7 @@ def refused(left: Sequence[Left]) -> tuple[Placement, Command] | None:
 
 
 def names_of(placements: Sequence[Placement]) -> str:
+    """The names of the placements' nodes, comma-separated, in the order given."""
     return ", ".join(one.node.name for one in placements)
 
 

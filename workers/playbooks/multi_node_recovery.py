@@ -174,6 +174,11 @@ def _begun(ctx: StepContext, replica: Replica) -> list[Placement]:
 
 
 def start_together(ctx: StepContext, replica: Replica) -> Outcome:
+    """Start the replica's processes on all chosen nodes, once nothing of an earlier start is left.
+
+    Back to the first step if a node fell silent before all had started, and to the choice of places
+    if one does not start its process.
+    """
     begun = placements_of(ctx)
     there = [one for one in begun if one.state != PlacementState.ENDED]
     silent = next((one for one in there if not one.node.lease.reachable), None)
@@ -196,6 +201,7 @@ def start_together(ctx: StepContext, replica: Replica) -> Outcome:
 
 
 def await_all(ctx: StepContext) -> Outcome:
+    """Wait until the processes on all nodes train; back to the first step if one is lost again."""
     placements = placements_of(ctx)
     gone = gone_of(placements)
     if gone is not None:

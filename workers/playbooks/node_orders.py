@@ -48,6 +48,7 @@ MOVE_WHOLE_S = 2 * SAVE_S + 60.0
 
 
 def drain(ctx: StepContext) -> Outcome:
+    """Mark the node as draining, so that it takes no new work; done if it is out already."""
     node = node_steps.node_of(ctx)
     if node.state in (NodeState.DRAINING, NodeState.QUARANTINED):
         return Done(text=f"{node.name} is {node.get_state_display().lower()} already")
@@ -106,6 +107,7 @@ def _move_of_all(moves: QuerySet[PlaybookRun]) -> PlaybookRun | None:
 
 
 def end_quarantined(ctx: StepContext) -> Outcome:
+    """End the run with the node quarantined, also if its validation had failed before."""
     node = node_steps.node_of(ctx)
     text = f"{node.name} stays quarantined until somebody returns it"
     if node.state != NodeState.VALIDATION_FAILED:
@@ -137,16 +139,19 @@ def retire(ctx: StepContext) -> Outcome:
 
 
 def choose_reset(_ctx: StepContext) -> Outcome:
+    """Say that the rung to take is a reset of the cards."""
     return Done(text="the cards are reset", context={"rung": Rung.RESET_GPU.value})
 
 
 def choose_reboot(_ctx: StepContext) -> Outcome:
+    """Say that the rung to take is a reboot."""
     return Done(
         text="the node is rebooted", context={"rung": Rung.REBOOT.value, "boot_before": None}
     )
 
 
 def validate(ctx: StepContext) -> Outcome:
+    """Run the level-2 diagnostic; a failure asks for a person."""
     return run_diagnostic(ctx, node_steps.node_of(ctx), level=2)
 
 

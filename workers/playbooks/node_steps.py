@@ -69,6 +69,7 @@ OUT_ALREADY = TAKEN_OUT - {NodeState.DRAINING, NodeState.DRAIN_FAILED} | {NodeSt
 
 
 def node_of(ctx: StepContext) -> Node:
+    """The node that the run is about, with its lease and rack."""
     return Node.objects.select_related("lease", "cluster", "rack").get(pk=ctx.run.node_id)
 
 
@@ -154,6 +155,7 @@ def _alive_on(node: Node) -> QuerySet[Placement]:
 
 
 def words_of_quarantine(_context: Mapping[str, Any]) -> Sequence[str]:
+    """The exact commands of the step that quarantines the node, for plans and dry runs."""
     return (
         "agent of {node}: stop_process, SIGKILL, for each rank on it",
         f"if it is silent, or is heard {KILL_S:g} s later and has not answered: "
@@ -186,6 +188,7 @@ def back_at_work(ctx: StepContext, node: Node) -> str:
 
 
 def no_longer_wanted(ctx: StepContext) -> str:
+    """Why the run must not touch its node after all; "" if it must: see `back_at_work`."""
     return back_at_work(ctx, node_of(ctx))
 
 
@@ -293,6 +296,7 @@ def _decide_anew() -> Outcome:
 
 
 def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
+    """The exact commands of the rung that was decided on, for plans and dry runs."""
     rung = context.get("rung", "")
     words = {
         Rung.RESET_GPU: "agent of {node}: reset_gpus",
@@ -306,6 +310,7 @@ def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
 
 
 def words_of_examination(context: Mapping[str, Any]) -> Sequence[str]:
+    """The exact commands of the vendor's field diagnostic, if that is the rung; else none."""
     examined = context.get("rung") == Rung.FIELD_DIAGNOSTIC
     return ("agent of {node}: field_diagnose, on the card that failed",) if examined else ()
 
@@ -538,6 +543,10 @@ def _hand_to_vendor(ctx: StepContext, node: Node) -> Outcome:
 
 
 def await_boot(ctx: StepContext) -> Outcome:
+    """Wait until the node sends beats under another boot id than before its restart.
+
+    Skip if it was not restarted. If it is not back within BOOT_DEADLINE_S, the rung did not help.
+    """
     node = node_of(ctx)
     before = ctx.values.get("boot_before")
     if before is None:
@@ -580,6 +589,11 @@ def not_helped(ctx: StepContext, why: str, *, blamed: bool = True) -> Outcome:
 
 
 def return_to_service(ctx: StepContext) -> Outcome:
+    """Make the validated node available, as a spare if the run is to; release what drained it.
+
+    Ends without that if somebody else drained the node: it stays out until they return it. Back to
+    its validation if that has failed since.
+    """
     node = node_of(ctx)
     spare = bool(ctx.values.get("spare", not ctx.run.requested_by))
     if node.state in IN_SERVICE - {NodeState.SUSPECT}:

@@ -50,6 +50,12 @@ IN_VAIN_WITHIN = timedelta(days=30)
 
 
 def decide(ctx: StepContext) -> Outcome:
+    """Choose the rung of the repair ladder to take: see `repair_ladder.choose_rung`.
+
+    Wait until the node is idle, or its jobs have saved, if the failure leaves time for that. End if
+    the node needs no repair after all. Asks for a person if no rung is left and the node is out of
+    service, or may stay at work until it is idle; otherwise it is emptied first.
+    """
     node = node_steps.node_of(ctx)
     reason = node_steps.back_at_work(ctx, node)
     if reason:
@@ -217,6 +223,7 @@ def words_of_repair(context: Mapping[str, Any]) -> Sequence[str]:
 
 
 def validate(ctx: StepContext) -> Outcome:
+    """Run the level-2 diagnostic; a failure that the repaired card explains climbs the ladder."""
     node = node_steps.node_of(ctx)
     if node.report.get("boot_id", node.boot_id) != node.boot_id:
         return Wait(text="the node's cards are not listed yet since it booted")
@@ -256,6 +263,7 @@ def _in_words(missing: list[Gpu]) -> str:
 
 
 def soak(ctx: StepContext) -> Outcome:
+    """Watch the node for SOAK_S; a fault or a silence meanwhile asks for a person."""
     return await_soak(ctx, node_steps.node_of(ctx))
 
 

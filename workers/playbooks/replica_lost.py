@@ -66,6 +66,12 @@ FAREWELL_TAKES = timedelta(seconds=40)
 
 
 def find_cause(ctx: StepContext) -> Outcome:
+    """Find out why the replica was lost, from its process, its node and its peers.
+
+    Wait while the evidence may still come. End if nothing was lost after all: the node was only
+    silent, and the process trains. Otherwise done: the failure is recorded, and the context says
+    whether the node is fit (`node_fit`) and what its cause calls for (`code`, `action`, `gpu`).
+    """
     placement = Placement.objects.select_related("node__lease", "replica__job").get(
         pk=ctx.values["lost_placement"]
     )
@@ -138,6 +144,10 @@ def find_cause(ctx: StepContext) -> Outcome:
 
 
 def confirm_takeover(ctx: StepContext) -> Outcome:
+    """See that the surviving replicas commit steps without the one that was lost.
+
+    Skip if the job has no other replica, or if the survivors report no commit within 5 s.
+    """
     index = ctx.values["replica"]
     if ctx.run.job is not None and ctx.run.job.world_replicas == 1:
         return Skip(text="the job has no other replica: it stands still until this one is back")
@@ -172,6 +182,11 @@ def confirm_takeover(ctx: StepContext) -> Outcome:
 
 
 def choose_place(ctx: StepContext) -> Outcome:
+    """Choose how and where the replica returns: see `recovery.decide`.
+
+    A process that stands by for it already comes first. Wait if no node is free, and ask for a
+    person once none will be by itself. The context then says `strategy` and `target`.
+    """
     placement = Placement.objects.select_related("replica__job", "node__rack").get(
         pk=ctx.values["lost_placement"]
     )
@@ -250,6 +265,12 @@ def _is_others(lost: Placement) -> bool:
 
 
 def take_node_out(ctx: StepContext) -> Outcome:
+    """See an unfit node emptied and quarantined by a repair run, requesting one if there is none.
+
+    Skip if the node is fit. Done as soon as nothing of the replica can be running there, though the
+    repair may go on. Back to the first step if the replica turns out to be alive. Asks for a person
+    if the repair ended and the replica may still run there.
+    """
     placement = Placement.objects.select_related("node").get(pk=ctx.values["lost_placement"])
     node = placement.node
     if ctx.values["node_fit"]:
@@ -330,6 +351,10 @@ def _mark_suspect(node_id: str, reason: str) -> None:
 
 
 def start_replica(ctx: StepContext) -> Outcome:
+    """Start the replica's process on the chosen node, once nothing of an earlier one is left.
+
+    Back to an earlier step if a node falls silent, refuses, or was taken by another run.
+    """
     replica = replica_of(ctx)
     if replica.job.nodes_per_replica > 1:
         return start_together(ctx, replica)
@@ -417,6 +442,11 @@ def _let_standby_have_it(
 
 
 def await_rejoin(ctx: StepContext) -> Outcome:
+    """Wait until the replica commits a step with the others again.
+
+    Back to the first step if it is lost again. If a warm spare took its place meanwhile, the
+    process that was started is ended.
+    """
     if replica_of(ctx).job.nodes_per_replica > 1:
         return await_all(ctx)
     placement = Placement.objects.select_related("node__lease").get(pk=ctx.values["placement"])

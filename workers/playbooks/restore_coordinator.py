@@ -30,6 +30,11 @@ from workers.playbooks.base import (
 
 
 def await_node(ctx: StepContext) -> Outcome:
+    """Wait until the coordinator's node is in service and reachable.
+
+    End if the coordinator never went: only a reboot ends one for good, any other end its agent
+    answers by starting it again.
+    """
     node = Node.objects.select_related("lease").get(pk=ctx.run.node_id)
     job = Job.objects.get(pk=ctx.run.job_id)
     if node.state not in (NodeState.AVAILABLE, NodeState.ALLOCATED) or not node.lease.reachable:
@@ -46,6 +51,10 @@ def await_node(ctx: StepContext) -> Outcome:
 
 
 def start(ctx: StepContext) -> Outcome:
+    """Start the coordinator again on the port that its ranks know.
+
+    Asks for a person if it does not start there.
+    """
     job = Job.objects.get(pk=ctx.run.job_id)
     command = Command.objects.filter(requester=ctx.requester()).first()
     port = int(job.coordinator_address.rpartition(":")[2])

@@ -38,6 +38,11 @@ SILENT = "silent, their state unknown: "
 
 
 def watch(ctx: StepContext) -> Outcome:
+    """Wait until most nodes of the silent rack or cluster are heard again, and do nothing to them.
+
+    Asks for a person after SILENCE_ASK_S. Nodes that stay silent once the others are back are then
+    reported lost one by one.
+    """
     silent = _silent_nodes(ctx.run)
     names = ", ".join(sorted(node.name for node in silent))
     if any(limits.silence_around(node) for node in silent):

@@ -35,6 +35,10 @@ from workers.playbooks.start_rank import start_rank_command
 
 
 def choose(ctx: StepContext) -> Outcome:
+    """Choose the free nodes for all replicas, and the one for the coordinator.
+
+    Wait while too few nodes are free. Nodes that failed to start their part before are passed over.
+    """
     job = _job(ctx)
     passed_over = ctx.values.get("passed_over", [])
     free = free_nodes(job.cluster_id, job.pk)
@@ -63,6 +67,10 @@ def choose(ctx: StepContext) -> Outcome:
 
 
 def start_coordinator(ctx: StepContext) -> Outcome:
+    """Start the job's coordinator, and note its address; skip that if ranks know one already.
+
+    Back to the choice of nodes if it does not start.
+    """
     job = _job(ctx)
     if job.coordinator_address and _has_ranks(job):
         return Done(text=f"ranks of it know the coordinator at {job.coordinator_address}")
@@ -114,6 +122,11 @@ def start_coordinator(ctx: StepContext) -> Outcome:
 
 
 def start_ranks(ctx: StepContext) -> Outcome:
+    """Start each replica's process on its node, and wait until all run.
+
+    A replica that is lost meanwhile is left to the run that brings it back. Back to the choice of
+    nodes if a node falls silent before it was told, or does not start its part.
+    """
     job = _job(ctx)
     placed = Placement.objects.filter(replica__job=job, created_at__gte=ctx.run.created_at)
     silent = Node.objects.filter(pk__in=ctx.values["nodes"], lease__reachable=False).first()
@@ -256,6 +269,7 @@ def _is_brought_back(ctx: StepContext, replica: Replica) -> bool:
 
 
 def await_first_step(ctx: StepContext) -> Outcome:
+    """Wait until the job commits a step."""
     job = _job(ctx)
     if job.state != JobState.RUNNING:
         return Wait(text="the ranks are joining")

@@ -35,6 +35,7 @@ DEADLINE_S = 86_400.0
 
 
 def start(ctx: StepContext) -> Outcome:
+    """Start the warm spare's process on its node; give the spare up if the node does not."""
     spare = _spare(ctx)
     where = spare.node
     if spare.state == PlacementState.ENDED:
@@ -58,6 +59,11 @@ def start(ctx: StepContext) -> Outcome:
 
 
 def await_state(ctx: StepContext) -> Outcome:
+    """Wait until the warm spare holds the job's state and follows its steps.
+
+    Done at once if it has taken a replica's place already. Given up if its process is not up within
+    REPLICA_START_DEADLINE_S.
+    """
     spare = _spare(ctx)
     if not spare.standby:
         return Done(text=f"the warm spare has the place of replica {spare.replica.index} already")

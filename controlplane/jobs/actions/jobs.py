@@ -353,6 +353,10 @@ def _stop_coordinator(actor: Actor, job: Job) -> None:
 
 
 def set_job(actor: Actor, job: Job, to: JobState, reason: str, verb: str) -> None:
+    """Write the job's state, audit it, and wake the workers once committed.
+
+    The caller holds the job's row locked and has checked that the state may follow the present one.
+    """
     before = job.state
     job.state = to
     job.save(update_fields=["state"])
@@ -384,6 +388,7 @@ def _alive(job: Job) -> QuerySet[Placement]:
 
 
 def set_replicas(job: Job, indices: list[int], state: ReplicaState) -> None:
+    """Write the state of these replicas, and since when, where it is another."""
     Replica.objects.filter(job=job, index__in=indices).exclude(state=state).update(
         state=state, state_since=timezone.now()
     )
