@@ -156,6 +156,7 @@ def cards_of(nodes: Sequence[Node]) -> dict[str, tuple[int, str]]:
 
 
 def racks_for(user: User | AnonymousUser) -> QuerySet[Rack]:
+    """The racks of the user's clusters."""
     return Rack.objects.filter(cluster__in=clusters_for(user)).select_related("cluster")
 
 
@@ -165,8 +166,10 @@ def gpus_for(user: User | AnonymousUser) -> QuerySet[Gpu]:
 
 
 def repairs_for(user: User | AnonymousUser) -> QuerySet[RepairRecord]:
+    """All repair records of nodes in the user's clusters."""
     return RepairRecord.objects.filter(node__cluster__in=clusters_for(user)).select_related("node")
 
 
 def maintenance_for(user: User | AnonymousUser) -> QuerySet[MaintenanceWindow]:
+    """All maintenance windows of the user's clusters, past ones too."""
     return MaintenanceWindow.objects.filter(cluster__in=clusters_for(user))

@@ -250,6 +250,7 @@ def memory_of(gpu_uuid: str) -> dict[str, float]:
 
 
 def text_of(value: object) -> str:
+    """The first 40 characters of what an agent reported; "" if it is no text."""
     return value[:40] if isinstance(value, str) else ""
 
 

@@ -97,6 +97,7 @@ def mode_of(cluster_id: str, playbook: str) -> Mode:
 
 
 def open_breakers(cluster_ids: Iterable[str]) -> QuerySet[Breaker]:
+    """The breakers that are open in these clusters."""
     return Breaker.objects.filter(cluster_id__in=list(cluster_ids), closed_at=None)
 
 

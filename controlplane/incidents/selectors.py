@@ -126,6 +126,7 @@ def _unsigned(runs: QuerySet[PlaybookRun]) -> QuerySet[PlaybookRun]:
 
 
 def resolved_for(user: User | AnonymousUser, *, limit: int) -> QuerySet[Incident]:
+    """The incidents of the user's clusters that were resolved last, newest first."""
     done = incidents_for(user).filter(resolved_at__isnull=False)
     return done.order_by("-resolved_at")[:limit]
 
@@ -295,6 +296,7 @@ def _was_examined(failure: Failure) -> bool:
 
 
 def runs_of(incident: Incident) -> list[PlaybookRun]:
+    """The incident's runs with all that its page shows of them."""
     return list(incident.runs.select_related("job", "node").prefetch_related("steps", "approvals"))
 
 
@@ -465,18 +467,22 @@ def failed_in(clusters: Iterable[Cluster]) -> Q:
 
 
 def steps_for(user: User | AnonymousUser) -> QuerySet[PlaybookStep]:
+    """The steps of all runs in the user's clusters."""
     return PlaybookStep.objects.filter(run__cluster__in=clusters_for(user)).select_related("run")
 
 
 def approvals_for(user: User | AnonymousUser) -> QuerySet[Approval]:
+    """All requests for approval in the user's clusters."""
     return Approval.objects.filter(cluster__in=clusters_for(user)).select_related("run")
 
 
 def breakers_for(user: User | AnonymousUser) -> QuerySet[Breaker]:
+    """All breakers of the user's clusters, open and closed."""
     return Breaker.objects.filter(cluster__in=clusters_for(user))
 
 
 def rma_cases_for(user: User | AnonymousUser) -> QuerySet[RmaCase]:
+    """All RMA cases of the user's clusters."""
     return RmaCase.objects.filter(cluster__in=clusters_for(user)).select_related("gpu", "node")
 
 

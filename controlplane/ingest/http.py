@@ -34,6 +34,8 @@ class DisconnectedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Response:
+    """An HTTP answer, complete before it is sent."""
+
     status: int
     body: bytes
     content_type: bytes = b"application/json"

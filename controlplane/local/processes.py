@@ -201,6 +201,7 @@ def marked(home: Path) -> list[psutil.Process]:
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
+    """Send SIGKILL to all of these processes, and wait up to 5 s until they are gone."""
     victims = list(processes)
     for process in victims:
         _signal(process, signal.SIGKILL)

@@ -25,6 +25,7 @@ def home() -> Path:
 
 
 def path() -> Path:
+    """The file in which a running product says where its parts are."""
     return home() / "run.json"
 
 

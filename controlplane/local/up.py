@@ -46,6 +46,8 @@ class UpError(Exception):
 
 @dataclass(frozen=True)
 class Options:
+    """What `make up` was asked for; `home` is the folder of all its data."""
+
     home: Path
     nodes: int = 8
     port: int = 8000

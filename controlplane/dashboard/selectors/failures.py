@@ -128,6 +128,7 @@ def job_names(failures: list[Failure]) -> dict[str, str]:
 
 
 def codes_of(failures: QuerySet[Failure]) -> list[str]:
+    """The codes of these failures, each once, in alphabetical order."""
     return list(failures.order_by("code").values_list("code", flat=True).distinct())
 
 
@@ -160,6 +161,10 @@ WIDTH, HEIGHT = 960.0, 120.0
 
 
 def chart_of(failures: QuerySet[Failure], chosen: FailureFilter) -> Chart:
+    """Count these failures by code over the chosen window, as stacked bars.
+
+    The most frequent codes come first; those beyond CODES_APART share a colour.
+    """
     since, span = chosen.since, WINDOWS[chosen.window][1]
     counted = _counted(failures, since, span, chosen.by)
     totals: dict[str, int] = {}

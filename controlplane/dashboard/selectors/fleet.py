@@ -179,6 +179,7 @@ class Choices:
 
 
 def choices_of(cluster: Cluster) -> Choices:
+    """What a cluster's filters offer: racks, unfinished jobs, codes of open failures."""
     open_codes = Failure.objects.filter(OPEN_FAULT, node__cluster=cluster)
     return Choices(
         racks=list(cluster.racks.order_by("name").values_list("pk", "name")),

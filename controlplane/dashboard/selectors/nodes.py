@@ -50,6 +50,7 @@ class Standing:
 
 
 def standing_of(node: Node) -> Standing:
+    """Why the node is in its state, and what keeps work off it."""
     last = (
         AuditEvent.objects.filter(object_type="node", object_id=node.id, verb="node.transition")
         .order_by("-id")
@@ -85,6 +86,7 @@ class Card:
 
 
 def cards_of(node: Node) -> list[Card]:
+    """The node's GPUs by index, with repairs, open failures, RMA case and present readings."""
     gpus = list(node.gpus.order_by("index"))
     day_ago = timezone.now() - timedelta(hours=24)
     counts: dict[str, dict[str, Any]] = {
@@ -133,6 +135,7 @@ class Work:
 
 
 def work_of(node: Node) -> Work:
+    """What runs on the node and what is done about it; at most LIST_LIMIT of each, newest first."""
     stays = node.placements.select_related("replica__job").order_by("-created_at")
     about = Incident.objects.filter(Q(node=node) | Q(failures__node=node)).distinct()
     return Work(
@@ -239,6 +242,7 @@ class Health:
 
 
 def health_of(cards: list[Card], own: list[Failure]) -> Health:
+    """The node's GPUs and open failures, counted."""
     codes = Counter(failure.code for card in cards for failure in card.faults)
     codes.update(failure.code for failure in own)
     return Health(

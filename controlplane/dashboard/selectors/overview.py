@@ -90,6 +90,7 @@ def overview(user: User | AnonymousUser) -> dict[str, Any]:
 
 
 def cards_of(clusters: list[Cluster], active_jobs: list[Job]) -> list[ClusterCard]:
+    """A card for each cluster; those of up to TILES_UP_TO nodes show a tile for each node."""
     tallies = tallies_of(clusters)
     small = [one for one in clusters if tallies[one.id].nodes <= TILES_UP_TO]
     tiles = fleet_of(small)
@@ -150,6 +151,7 @@ class Needs:
 
 
 def needs_for(user: User | AnonymousUser, clusters: list[Cluster]) -> Needs:
+    """What waits for this user, and how much of it the overview leaves out."""
     waiting = Approval.objects.filter(cluster__in=clusters, state=ApprovalState.WAITING)
     to_send = RmaCase.objects.filter(cluster__in=clusters, state=CaseState.OPEN)
     # A plan to approve stands among the approvals already, with its incident.

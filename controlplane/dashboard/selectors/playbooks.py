@@ -47,6 +47,7 @@ class PlaybookRow:
 
 
 def playbooks_in(cluster: Cluster) -> list[PlaybookRow]:
+    """All playbooks with the mode that each has in this cluster."""
     chosen = dict(PlaybookMode.objects.filter(cluster=cluster).values_list("playbook", "mode"))
     return [
         PlaybookRow(one, modes.in_force(chosen.get(one.name)), modes)
@@ -110,6 +111,7 @@ class Closed:
 
 
 def closed_breakers(cluster: Cluster) -> list[Closed]:
+    """The breakers of this cluster that were closed last, each with who closed it."""
     closed = cluster.breakers.exclude(closed_at=None).order_by("-closed_at")
     found = list(closed[:RECENTLY])
     names = usernames(one.closed_by for one in found)

@@ -103,10 +103,12 @@ def last_reached(node_id: str, state: NodeState, since: datetime) -> datetime | 
 
 
 def url(incident: Incident) -> str:
+    """The address of the incident's page."""
     return settings.PUBLIC_URL + reverse("incident", args=[incident.pk])
 
 
 def seconds_since(start: datetime, moment: datetime | None) -> float | None:
+    """Seconds from `start` to `moment`, 0 if it lies before; None if there is no moment."""
     return None if moment is None else round(max(moment - start, timedelta(0)).total_seconds(), 3)
 
 

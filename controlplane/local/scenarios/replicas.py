@@ -92,6 +92,7 @@ def _kill_rank(victim: Placement) -> dict[str, Any]:
 
 
 def power_off(victim: Placement) -> dict[str, Any]:
+    """Switch the victim's node off through its BMC."""
     power.switch(victim.node, "ForceOff", None)
     return {}
 
