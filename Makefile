@@ -43,8 +43,11 @@ test-parts: .venv/installed-dev
 	$(BIN)/python -m pytest -m "not e2e" --ignore=tests/runtime
 	$(BIN)/python -m pytest $(BESIDE) -m "not soak"
 
+# Named, since collecting all tests to choose a few of them takes half a minute.
+END_TO_END = $(shell grep -rlF --include='test_*.py' mark.e2e tests)
+
 test-processes: .venv/installed-dev
-	$(BIN)/python -m pytest -m e2e
+	$(BIN)/python -m pytest -m e2e $(END_TO_END)
 	$(BIN)/python -m pytest tests/runtime $(addprefix --ignore=,$(BESIDE)) -m "not soak"
 
 # Replicas that die in every way in every phase: for an hour and a half, so before a release and
