@@ -37,7 +37,7 @@ def test_a_person_moves_a_replica_on_the_jobs_page(
     before = _trains_whole(api, eventually)
     here = before["replicas"][2]["node_name"]
     seat = page.locator('[data-testid="replica"][data-replica="2"]')
-    node, moved = seat.locator(".seat-node"), page.get_by_test_id("job-move").first
+    node, moved = seat.locator(".slot-node"), page.get_by_test_id("job-move").first
 
     # They ask, choose another node than the one proposed, and read what would be done.
     page.goto(f"{product.url}/jobs/")
