@@ -16,6 +16,7 @@ EX_CONFIG = 78
 
 
 def main() -> int:
+    """Run the agent until SIGTERM or SIGINT; the exit status is 0, or 78 if it cannot start."""
     parser = argparse.ArgumentParser(prog="python -m node_agent", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="TOML file, see config.py")
     arguments = parser.parse_args()

@@ -1,7 +1,8 @@
-"""The simulated BMC of a simulated node: `python -m node_agent.chassis`. Same words as Redfish.
+"""The simulated BMC of a simulated node, which speaks Redfish: `python -m node_agent.chassis`.
 
-Out of band: it works whatever the node's agent does. Standard library only, and small: eight of
-these run beside a training job. What it switches is in machine.py, its HTTP door in bmc.py.
+It is out of band: it works whatever the node's agent does. It uses the standard library only, and
+is small, for eight of these run beside a training job. `machine` has what it switches; `bmc` has
+its HTTP server.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ EX_CONFIG = 78
 
 
 def main() -> int:
+    """Run the simulated BMC until SIGTERM or SIGINT; with --sweep only kill what was left behind.
+
+    The exit status is 0, 78 (EX_CONFIG of sysexits.h) if the BMC password cannot be read, and 2 for
+    missing options. Raises OSError if the process cannot become a subreaper or cannot listen.
+    """
     parser = argparse.ArgumentParser(prog="python -m node_agent.chassis", description=__doc__)
     parser.add_argument("--dir", type=Path, required=True, help="the node's folder")
     parser.add_argument("--sweep", action="store_true", help="only kill what was left behind")

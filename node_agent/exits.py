@@ -1,6 +1,6 @@
-"""Noticing that processes ended, at once and without polling; and telling the job's coordinator.
+"""Notice at once, without polling, that processes ended; and tell the job's coordinator.
 
-Works for children and for adopted processes alike.
+This works for children and for adopted processes alike.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ class ExitWatcher:
         return fd
 
     def run(self) -> None:
+        """Call back for each watched process that has ended, for ever.
+
+        Each callback runs on this thread, after which the process's pidfd is closed. What a
+        callback raises passes through and ends the thread.
+        """
         while True:
             for fd, _ in self._epoll.poll():
                 self._epoll.unregister(fd)

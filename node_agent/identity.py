@@ -30,6 +30,12 @@ class CannotEnrol(Exception):
 
 @dataclass(frozen=True)
 class Identity:
+    """An enrolled node: its id, its private key, and the public keys of whom it obeys.
+
+    `beat_interval_s` is the time between two beats in seconds, as the control plane told at
+    enrolment.
+    """
+
     node_id: str
     key: Ed25519PrivateKey
     command_keys: tuple[Ed25519PublicKey, ...]

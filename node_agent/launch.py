@@ -118,6 +118,10 @@ def together(start: wire.Together | None) -> dict[str, str]:
 
 
 def coordinator_environment(placement: Placement) -> dict[str, str]:
+    """Return the environment variables of a job's coordinator, by name.
+
+    The token is here and not in the command line, which any user of the node can read (proc(5)).
+    """
     return {
         "DRYDOCK_JOB": placement.job,
         "DRYDOCK_PLACEMENT": placement.placement,
@@ -126,6 +130,10 @@ def coordinator_environment(placement: Placement) -> dict[str, str]:
 
 
 def coordinator_argv(config: Config, placement: Placement) -> list[str]:
+    """Return the command line that starts a job's coordinator on this node.
+
+    With port 0 the coordinator chooses a free port and writes it into its port file.
+    """
     return [
         *(sys.executable, "-m", "runtime.replica.coordinator"),
         *("--job", placement.job),
@@ -137,6 +145,7 @@ def coordinator_argv(config: Config, placement: Placement) -> list[str]:
 
 
 def port_file(config: Config, placement: str) -> Path:
+    """Return the file into which this placement's coordinator writes its TCP port."""
     return config.state_dir / "ports" / placement
 
 

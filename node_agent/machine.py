@@ -61,6 +61,10 @@ class Machine:
     # --- what the BMC offers
 
     def describe(self) -> dict[str, Any]:
+        """Return the system's Redfish properties: name, power state, boot id and process ids.
+
+        The pids are those of all running descendants of the chassis, in ascending order.
+        """
         with self._lock:
             pids = [process.pid for process in procfs.descendants(os.getpid())]
             drydock = {"BootId": self._boot_id, "Processes": sorted(pids)}
@@ -81,6 +85,11 @@ class Machine:
                 self.power_on()
 
     def power_on(self) -> None:
+        """Boot the node: new boot id, empty kernel log, cards as after a boot, started agent.
+
+        There is no effect if the node is on. Raises OSError or ValueError if the cards' file cannot
+        be read or written; the node is then still off.
+        """
         with self._lock:
             if self._on:
                 return

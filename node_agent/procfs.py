@@ -23,6 +23,11 @@ ENVIRONMENTS_S, ONE_S = 10.0, 0.1
 
 @dataclass(frozen=True)
 class Process:
+    """One process as /proc/PID/stat shows it (proc(5)).
+
+    `session` is the id of its session. `pid` and `start_ticks` together name one process of a boot.
+    """
+
     pid: int
     ppid: int
     session: int
@@ -58,6 +63,7 @@ def is_alive(pid: int, start_ticks: int) -> bool:
 
 
 def processes() -> Iterator[Process]:
+    """Yield every process that there is, running or zombie; one that ends meanwhile is left out."""
     for name in os.listdir("/proc"):  # noqa: PTH208 - names alone, and quickly
         if name.isdigit():
             process = read(int(name))

@@ -25,10 +25,15 @@ Messages = list[dict[str, Any]]
 
 
 def events_body(messages: Messages) -> bytes:
+    """Return the JSON body of `POST /v1/events` for these events; see `wire.Events`."""
     return msgspec.json.encode({"events": messages})
 
 
 def result_body(messages: Messages) -> bytes:
+    """Return the JSON body of `POST /v1/commands/result` for one result; see `wire.CommandResult`.
+
+    Only the first message is encoded, because that request carries a single result.
+    """
     return msgspec.json.encode(messages[0])
 
 

@@ -33,7 +33,7 @@ SLOWDOWN_C = 87.0
 
 
 class Card(msgspec.Struct, frozen=True, kw_only=True):
-    """One card in hardware.json."""
+    """One card in hardware.json; `cards` says what its fields mean."""
 
     index: int
     uuid: str
@@ -73,7 +73,10 @@ class _Sensors:
 
 
 class SimulatedHardware:
-    """`busy()` says whether a rank runs here: load, heat and memory follow it smoothly."""
+    """The cards of hardware.json, with sensors that follow the node's load.
+
+    `busy()` says whether a rank runs here. Load, temperature and memory follow it smoothly.
+    """
 
     def __init__(self, folder: Path, busy: Callable[[], bool]) -> None:
         self._folder = folder
@@ -86,6 +89,10 @@ class SimulatedHardware:
         self._at = time.monotonic()
 
     def inventory(self) -> Inventory:
+        """Return the cards of hardware.json, with the real host's CPUs, memory and kernel.
+
+        `simulated` is true in it. Raises HardwareUnknown if the file cannot be read or decoded.
+        """
         self._load()
         return Inventory(
             gpus=[_info(card) for card in self._cards],
@@ -97,6 +104,11 @@ class SimulatedHardware:
         )
 
     def readings(self) -> Readings:
+        """Return made-up sensor values, which follow the load of the node over time.
+
+        A card with `unreadable = true` has an empty reading and is listed as unreadable. If the
+        file cannot be read there are no values, and the reason stands under the UUID "".
+        """
         self._watch.clear()
         try:
             self._load()
@@ -121,6 +133,12 @@ class SimulatedHardware:
         return self._watch.fd
 
     def reset(self, uuids: list[str]) -> list[str]:
+        """Reset cards in hardware.json: either all of the named ones or none of them.
+
+        Returns the UUIDs that were reset; every card is, if none is named. Raises ResetFailed for a
+        UUID that is not fitted and for a card that does not answer. Raises HardwareUnknown if the
+        file cannot be read or written.
+        """
         reset: list[str] = []
 
         def change(cards: Cards) -> Cards:

@@ -19,6 +19,11 @@ DEFECTS = ("remap_failed", "exhausted_banks", "sram_over_threshold")
 
 
 def main() -> int:
+    """Examine one simulated card and print the verdict; the result is the exit status.
+
+    The status is PASS (0; the card was reset too), FAIL (1), or RETEST (2) for a card that is not
+    listed or does not answer. Raises OSError or ValueError if the cards' file cannot be used.
+    """
     parser = argparse.ArgumentParser(prog="python -m node_agent.simulated_diagnostic")
     parser.add_argument("--hardware", type=Path, required=True, help="the folder of the cards")
     parser.add_argument("--card", metavar="UUID", required=True)

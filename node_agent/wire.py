@@ -84,6 +84,11 @@ class GpuInfo(Message, frozen=True):
 
 
 class Inventory(Message, frozen=True):
+    """The hardware of one node: its cards, logical CPUs, bytes of memory, and versions.
+
+    `simulated` is true where the cards do not exist and software stands in for them.
+    """
+
     gpus: Annotated[list[GpuInfo], msgspec.Meta(max_length=64)]
     cpus: Count
     memory_bytes: Count
@@ -159,6 +164,8 @@ class ProcessInfo(Message, frozen=True):
 
 
 class Enroll(Message, frozen=True):
+    """The request by which a node joins the fleet, with a join token in place of a signature."""
+
     join_token: Short
     name: Name
     #: Ed25519 public key, 32 raw bytes in base64.
@@ -172,6 +179,11 @@ class Enroll(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
+    """A node's sign of life, with its latest sensor values; a newer beat replaces an older one.
+
+    `seq` rises with each beat of a boot. `at` is Unix time in seconds by the node's clock.
+    """
+
     boot_id: Id
     seq: Count
     at: UnixTime
@@ -182,6 +194,11 @@ class Beat(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
+    """All that a node is and runs: its inventory and its processes; sent whenever that changes.
+
+    `digest` names this content; later beats repeat it, so that the server notices a missed report.
+    """
+
     boot_id: Id
     at: UnixTime
     digest: Short
@@ -217,16 +234,22 @@ class Event(Message, frozen=True):
 
 
 class Events(Message, frozen=True):
+    """One to 500 events in one request; they are committed before the request is answered."""
+
     events: Annotated[list[Event], msgspec.Meta(min_length=1, max_length=500)]
 
 
 class CommandPoll(Message, frozen=True):
+    """A node's question for commands; the server answers at once if there are any."""
+
     boot_id: Id
     #: How long the server may hold the request when it has nothing, in seconds.
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_POLL_S)] = 20.0
 
 
 class CommandResult(Message, frozen=True):
+    """What became of one command; `error` is the reason if it was not done."""
+
     id: Id
     #: `refused`: its expiry or the node's own list said no; it was not and will not be executed.
     state: Literal["done", "failed", "refused"]
@@ -239,6 +262,12 @@ class CommandResult(Message, frozen=True):
 
 
 class EnrollAnswer(Answer, frozen=True):
+    """What an enrolled node must keep: its id, the keys of its commander, and times in seconds.
+
+    A beat is due every `beat_interval_s`. A node that was not heard for `lease_s` is no longer
+    believed alive.
+    """
+
     node_id: str
     #: The control plane's Ed25519 public keys, base64; a command must verify under one of them.
     command_keys: list[str]
@@ -247,16 +276,25 @@ class EnrollAnswer(Answer, frozen=True):
 
 
 class BeatAnswer(Answer, frozen=True):
+    """When the next beat is due, in seconds, and whether the server wants a full report.
+
+    `want_report` is true if the server knows no report of this boot, or one with another digest.
+    """
+
     next_in_s: float
     want_report: bool = False
 
 
 class Accepted(Answer, frozen=True):
+    """The answer to a request whose messages were committed."""
+
     #: Ids that are now safe in Postgres; the sender may forget them.
     ids: list[str] = []
 
 
 class SignedCommand(Answer, frozen=True):
+    """One command as its signed text; it must be verified before it is decoded."""
+
     #: JSON text of a `Command`, exactly as signed.
     payload: str
     #: Ed25519 over `COMMAND_CONTEXT + payload`, base64.
@@ -264,6 +302,8 @@ class SignedCommand(Answer, frozen=True):
 
 
 class Commands(Answer, frozen=True):
+    """The commands that wait for a node; the list is empty if the poll's time ran out."""
+
     commands: list[SignedCommand] = []
 
 
@@ -310,10 +350,10 @@ class Together(Message, frozen=True):
 
 
 class StartRank(Message, frozen=True, omit_defaults=True, tag="start_rank", tag_field="verb"):
-    """Start one rank of a replica, or the launcher of all that it has on this node. Result output:
-    `pid`, `started_at`.
+    """Start one rank of a replica, or the launcher of all ranks that the replica has on this node.
 
-    What is at its default is not sent: an agent that does not know a field refuses it.
+    Result output: `pid`, `started_at`. A field at its default is not sent, because an agent that
+    does not know a field refuses the message.
     """
 
     job: Id
@@ -336,8 +376,11 @@ class StartRank(Message, frozen=True, omit_defaults=True, tag="start_rank", tag_
 
 
 class StopProcess(Message, frozen=True, tag="stop_process", tag_field="verb"):
-    """SIGTERM, then SIGKILL after `grace_s`. Idempotent. Done once nothing of it runs, also where
-    nothing did: then the result's output has `stopped` true."""
+    """Send SIGTERM to a process, then SIGKILL after `grace_s` seconds. The command is idempotent.
+
+    It is done once nothing of the placement runs, and also if nothing ran. It fails if the kernel
+    does not let go of the process after SIGKILL. Result output: `stopped` (true).
+    """
 
     placement: Id
     grace_s: Annotated[float, msgspec.Meta(ge=0, le=600)] = GRACE_S

@@ -285,6 +285,11 @@ class Batches:
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Check that a checkpoint's data order is this one; nothing is changed.
+
+        `state` is what `state_dict` gave when the checkpoint was saved. Raises ValueError, with the
+        remedy, if samples, batch, seed or the rule of the order differ.
+        """
         demand_order(state)
         if dict(state) != self.state_dict():
             raise ValueError(

@@ -21,11 +21,11 @@ class PeerFailed(ConnectionError):
 
 
 class Refused(PeerFailed):
-    """It is not done, and another who is asked would not do it either."""
+    """The request is not carried out, and no other peer would carry it out either."""
 
 
 class Busy(PeerFailed):
-    """It serves as many as it can: ask again."""
+    """The peer serves as many requests as it can; ask it again later."""
 
 
 def send_json(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -79,12 +79,21 @@ def receive_chunk(connection: socket.socket, into: memoryview) -> str:
 
 
 def receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Return the next `size` bytes of a connection.
+
+    Raises PeerFailed if the peer hangs up first, the connection fails, or its timeout passes.
+    """
     buffer = bytearray(size)
     receive_into(connection, memoryview(buffer))
     return bytes(buffer)
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
+    """Fill `view` with the next bytes of a connection.
+
+    Raises PeerFailed if the peer hangs up first, the connection fails, or its timeout passes.
+    `view` is then filled in part.
+    """
     done = 0
     while done < len(view):
         try:

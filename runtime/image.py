@@ -40,8 +40,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Table:
-    """What an image holds: `skeleton` is the state as JSON, each tensor replaced by
-    `{"$tensor": n}`, which is `pieces[n]`."""
+    """What an image holds: the state's structure, and where each tensor lies.
+
+    `skeleton` is the state as JSON. In place of each tensor it has `{"$tensor": n}`, which stands
+    for `pieces[n]`.
+    """
 
     skeleton: Any
     pieces: tuple[Piece, ...]
@@ -95,10 +98,12 @@ def aligned(offset: int, to: int = ALIGNMENT) -> int:
 
 
 def pages(size: int, *, large: bool = True) -> memoryview:
-    """Memory that begins at a page; `large`, in pages as large as they come: the first touch of
-    small ones takes longer than a disk. Not a bytearray, which would be cleared first, with the
-    interpreter's lock held: for hundreds of megabytes no thread of this process would answer anyone
-    meanwhile.
+    """Return `size` bytes of new, zeroed memory that begins at a page.
+
+    The kernel zeroes each page at its first touch. With `large` it is asked for large pages,
+    because the first touch of small pages takes longer than a disk. A bytearray is not used: Python
+    would clear it first and hold the interpreter's lock, so that for hundreds of megabytes no
+    thread of this process could answer anyone.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if large:
@@ -108,17 +113,22 @@ def pages(size: int, *, large: bool = True) -> memoryview:
 
 
 def hash_of(chunk: Buffer) -> str:
+    """Return the chunk's xxh3-128, as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(chunk)
 
 
 def chunks_of(buffer: Buffer) -> Iterator[memoryview]:
+    """Yield views of a buffer's consecutive chunks of CHUNK_BYTES bytes.
+
+    The last one may be shorter; an empty buffer has none.
+    """
     view = memoryview(buffer)
     for start in range(0, len(view), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
 
 
 class ChunkHashes:
-    """The hashes of an image's chunks, of which the bytes come one after another."""
+    """The hashes of an image's chunks, computed while its bytes arrive in order."""
 
     def __init__(self) -> None:
         self._done: list[str] = []
@@ -126,6 +136,7 @@ class ChunkHashes:
         self._size = 0  # of what the open chunk has so far
 
     def add(self, data: memoryview) -> None:
+        """Hash the image's next bytes; they may begin and end anywhere in a chunk."""
         while data:
             part = data[: CHUNK_BYTES - self._size]
             self._open.update(part)

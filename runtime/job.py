@@ -219,6 +219,10 @@ def seconds_of(value: str) -> float:
 
 
 def standby_of(value: str) -> str:
+    """Return the checked value of DRYDOCK_STANDBY: "", "migrate" or "spare".
+
+    Raises RuntimeError, with the remedy, for any other value.
+    """
     if value not in STANDBY:
         raise RuntimeError(
             f"{client.ENV_STANDBY} is {value!r}; leave it empty, or give migrate or spare"

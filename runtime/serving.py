@@ -1,5 +1,7 @@
-"""Requests between the processes of a job: one JSON line each, which carries the job's token, and
-what follows it on the same connection. See `framing` for that."""
+"""Requests between the processes of a job: one line of JSON each, which carries the job's token.
+
+What follows the line on the same connection is told in `framing`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ Serve = Callable[[socket.socket, dict[str, Any]], None]
 
 
 class RequestServer:
-    """Serves from background threads whoever knows the token."""
+    """Serves whoever knows the job's token, on background threads."""
 
     def __init__(
         self, host: str, token: str, serve: Serve, *, idle_s: float | None = IDLE_S, port: int = 0
@@ -190,6 +192,11 @@ class Requests:
 
 
 def hang_up(connection: socket.socket) -> None:
+    """Shut down both directions of a connection; a thread that waits on it wakes.
+
+    The socket stays open. An error is ignored: the other end hung up first, or the socket is
+    closed.
+    """
     with contextlib.suppress(OSError):  # it hung up first
         connection.shutdown(socket.SHUT_RDWR)
 

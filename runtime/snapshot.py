@@ -46,6 +46,7 @@ Due = Callable[[str, torch.Tensor], When]
 
 
 def any_time(_name: str, _tensor: torch.Tensor) -> When:
+    """Say of each tensor that it may change at any time: the copy must have it at once."""
     return "now"
 
 
@@ -479,6 +480,10 @@ def room_for(state: Any, due: Due = any_time) -> int:
 
 
 def room_of(table: Table) -> int:
+    """Return the bytes of an image of this table and, from the next page on, its description.
+
+    The description is the table as JSON. The image is rounded up to whole pages.
+    """
     return aligned(table.bytes, mmap.PAGESIZE) + len(json.dumps(table.describe()))
 
 
@@ -488,6 +493,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def size_in_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the tensor's elements, whatever memory it shares."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -512,10 +518,10 @@ def touched(size: int) -> memoryview:
 
 
 def pin(memory: memoryview) -> bool:
-    """Have a card copy into `mapped` memory by itself, beside its kernels, until that is unmapped.
+    """Pin `mapped` memory until it is unmapped: a card copies into it beside its kernels.
 
-    False where no card is in use, or its driver does not pin that much: it is copied into all the
-    same, at half the speed, and whoever asks for the copy waits for it.
+    Returns False where no card is in use, or where its driver does not pin that much. Copies still
+    work then, at half the speed, and whoever asks for the copy waits for it.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
@@ -666,6 +672,11 @@ def encode(state: Any, names: list[str], tensors: list[torch.Tensor]) -> Any:
 
 
 def decode(skeleton: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return the state that `encode` made this skeleton of; the inverse of `encode`.
+
+    Each {"$tensor": n} becomes `tensors[n]` itself, not a copy. What is no skeleton raises
+    LookupError, TypeError, ValueError or AttributeError.
+    """
     if not isinstance(skeleton, dict):
         return skeleton
     ((kind, inner),) = skeleton.items()

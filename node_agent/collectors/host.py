@@ -7,6 +7,7 @@ from pathlib import Path
 
 
 def cpus() -> int:
+    """Return the number of logical CPUs of the host; 0 if it is not known."""
     return os.cpu_count() or 0
 
 
@@ -16,10 +17,15 @@ def memory_bytes() -> int:
 
 
 def available_bytes() -> int:
+    """Return the bytes that programs can still take without swapping; 0 if the kernel does not say.
+
+    The value is MemAvailable of /proc/meminfo, the kernel's own estimate (proc(5)).
+    """
     return _meminfo("MemAvailable")
 
 
 def kernel() -> str:
+    """Return the kernel's release, as `uname -r` prints it."""
     return os.uname().release
 
 

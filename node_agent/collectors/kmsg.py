@@ -1,9 +1,9 @@
-"""Follows the kernel's log and hands on the lines that matter, verbatim, each with a stable key;
-repeats of one as a count.
+"""Follow the kernel's log, and pass on verbatim the lines that matter, each with a stable key.
 
-Independent of NVML: a card that blocks every NVML caller still speaks here. Where it stopped is
-kept in a cursor file, with what was counted by then; a line read twice after a crash has the same
-key, so it counts once. What programs write into the kernel's log, or have it print, is passed over.
+A line that repeats is passed on as a count. This does not depend on NVML: a card that blocks every
+NVML caller still speaks here. A cursor file keeps how far the log was read, and what was counted by
+then. A line that is read twice after a crash has the same key, so it counts once. What programs
+write into the kernel's log, or have the kernel print, is passed over.
 """
 
 from __future__ import annotations
@@ -56,11 +56,13 @@ class Cursor:
 def follow(
     path: Path, cursor_file: Path, boot_id: str, deliver: Deliver, was_reset: threading.Event
 ) -> None:
-    """Never returns. A log that cannot be read is logged, loudly, and waited for. `was_reset` is
-    set by others once cards were reset: what they say again after that is news.
+    """Deliver new lines of the kernel's log that matter, for ever; this function never returns.
 
-    On a full disk the cursor stays where it was: lines read again then count once, as after a
-    crash.
+    A log that cannot be read is reported once as an error, and tried again every RETRY_S seconds.
+    `was_reset` is set by others once cards were reset: what the cards say again after that is news.
+
+    On a full disk the cursor stays where it was. Lines that are read again then count once, as
+    after a crash.
     """
     start, repeats = _load(cursor_file, boot_id)
     kept, written, written_at = True, dict[str, Any](), 0.0
@@ -119,6 +121,10 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def matters(line: bytes) -> bool:
+    """Whether a line of the kernel's log is passed on to the control plane.
+
+    A line is passed on if it contains one of WORDS, or if `host_lines.parse` recognises it.
+    """
     return any(word in line for word in WORDS) or host_lines.parse(_text(line)) is not None
 
 

@@ -104,6 +104,12 @@ class NvmlHardware:
         return self._changed
 
     def reset(self, uuids: list[str]) -> list[str]:
+        """Reset cards by nvidia-smi, while no process of the agent holds a card open.
+
+        Returns the UUIDs that were reset: `uuids`, or those of all listed cards if none is named.
+        Raises ResetFailed for a UUID that is not fitted, if nvidia-smi fails, or if the process
+        that reads NVML cannot be killed. Raises HardwareUnknown if the cards were never listed.
+        """
         fitted = [gpu.uuid for gpu in self.inventory().gpus]
         strange = [uuid for uuid in uuids if uuid not in fitted]
         if strange:
@@ -119,6 +125,11 @@ class NvmlHardware:
 
     @contextmanager
     def let_go(self) -> Iterator[None]:
+        """Keep the process that reads NVML away within the context, so that no card is held open.
+
+        No reading is taken meanwhile; afterwards the cards are listed anew. Entering kills that
+        process, and raises HardwareUnknown if it hangs in the kernel and cannot be killed.
+        """
         with self._asking:
             # A process that reads a card's sensors keeps it open.
             self._child.kill()

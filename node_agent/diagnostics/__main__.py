@@ -13,6 +13,7 @@ from node_agent.diagnostics.checks import CHECKS
 
 
 def main() -> None:
+    """Run the named test and print {"outcome", "detail"} as one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m node_agent.diagnostics")
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--test", choices=sorted(CHECKS), required=True)

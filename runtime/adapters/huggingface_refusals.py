@@ -135,6 +135,10 @@ def _unmet_of_processes(trainer: Any) -> Iterator[tuple[bool, str]]:
 
 
 def unmet_of_optimizer(optimizer: Any, schedule: Any) -> Iterator[tuple[bool, str]]:
+    """Yield what a Trainer's optimizer or schedule asks for and a replica group cannot give.
+
+    Each pair says whether the check fails, and the sentence with the remedy; see `refuse`.
+    """
     yield (
         isinstance(optimizer, AcceleratedOptimizer),
         "an optimizer prepared by accelerate: give the Trainer the bare one",

@@ -25,7 +25,10 @@ _own = threading.local()  # neither side of zstandard may be used by two threads
 
 
 class NotInstalled(Damaged):
-    """It is packed, and nothing here unpacks it: nothing is known to be wrong with it."""
+    """The data is packed, and zstandard, which would unpack it, is not installed here.
+
+    Nothing is known to be wrong with the data.
+    """
 
 
 def demand(what: str) -> None:
@@ -36,6 +39,11 @@ def demand(what: str) -> None:
 
 @functools.cache
 def is_installed() -> bool:
+    """Whether zstandard can pack and unpack here; found out once for each process.
+
+    Versions before 0.19 do not count: their decompressor does not know `allow_extra_data`. The
+    remedy is logged if the answer is no.
+    """
     try:
         import zstandard  # few need it
 
@@ -58,8 +66,10 @@ def pack(data: Stored, size: int) -> bytes:
 
 
 def unpack(packed: Stored, size: int, length: int) -> Buffer:
-    """What was packed, if it had that length. Raises Damaged, and takes no more memory, whatever
-    the bytes are."""
+    """Return the `length` bytes that were packed; `size` is the bytes of one element.
+
+    Raises Damaged for anything else. Whatever the bytes are, no more memory than `length` is taken.
+    """
     import zstandard
 
     if not hasattr(_own, "unpacker"):

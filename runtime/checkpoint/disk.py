@@ -1,7 +1,7 @@
-"""Large files, written and read past the page cache where the file system lets us.
+"""Large files are written and read past the page cache, where the file system allows it.
 
-The cache would hold a checkpoint that nobody reads, in the place of what somebody does; and what is
-read back from it says nothing about the disk. Imports no torch.
+The page cache would hold a checkpoint that nobody reads, in place of data that somebody does. And
+what is read back from the cache says nothing about the disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _demand_size(file: int, size: int) -> None:
 
 
 class NoFile(OSError):
-    """What lies there is none, and will not become one."""
+    """The path is not a regular file, or the file is too large; a retry would not help."""
 
 
 def read_small(path: Path | str, folder: int | None = None) -> bytes:
@@ -304,5 +304,9 @@ def _without_direct(file: int) -> None:
 
 
 def blocks(size: int, longest: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+    """Yield the (start, end) byte ranges that cover `size` bytes, each of `longest` bytes at most.
+
+    Only the last one may be shorter; there is none for size 0.
+    """
     for start in range(0, size, longest):
         yield start, min(start + longest, size)

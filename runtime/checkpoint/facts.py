@@ -117,11 +117,15 @@ def _users_own() -> Iterator[tuple[str, str]]:
 
 
 def version_of(module: str) -> str | None:
-    """Of a module that is imported."""
+    """Return the version of an imported module; None if it is not imported."""
     found = sys.modules.get(module)
     return None if found is None else str(getattr(found, "__version__", None))
 
 
 def cuda() -> str | None:
+    """Return the CUDA version that torch was built with, as "12.8".
+
+    The result is None if torch is not imported here, or was built without CUDA.
+    """
     torch = sys.modules.get("torch")
     return None if torch is None else torch.version.cuda

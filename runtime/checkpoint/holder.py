@@ -135,8 +135,10 @@ class Held:
 
 
 class Memory:
-    """What is held of each rank, of each series newest first, and one buffer beside it for the
-    next."""
+    """The states that are held of each rank, and for each rank a spare buffer for the next state.
+
+    The states of one rank are kept by series, and in each series the newest comes first.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, list[Held]] = {}
@@ -271,12 +273,19 @@ def is_there(connection: socket.socket) -> bool:
 
 
 class Holder:
-    """Answers the requests."""
+    """Answers the requests of ranks: to list, to read, or to hold states in memory."""
 
     def __init__(self) -> None:
         self.memory = Memory()
 
     def serve(self, connection: socket.socket, request: dict[str, Any]) -> None:
+        """Answer one request whose token was checked: op `list`, `read` or `hold`.
+
+        The peer must send and take bytes without a pause of SILENT_S seconds meanwhile. A request
+        that fails is answered with {"error", "everywhere"}. Then the error is raised: PeerFailed
+        (Refused if no other holder would do it either), OSError, MemoryError, Damaged, KeyError or
+        TypeError.
+        """
         connection.settimeout(SILENT_S)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_S))

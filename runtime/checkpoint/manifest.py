@@ -50,7 +50,7 @@ DEEPEST = 32
 
 
 class OtherVersion(Damaged):
-    """It is intact, and of a format that this version does not know."""
+    """The checkpoint is intact, but this version does not know its format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One rank's image."""
+    """One rank's image: where its tensors lie, its chunks' hashes, and its files."""
 
     step: int
     save: str  # names this save: parts of two saves of one step are never mixed
@@ -153,6 +153,11 @@ class Part:
         return [None if one is None else [one.size, one.bytes] for one in self.packed]
 
     def to_json(self) -> bytes:
+        """Return the content of the part's JSON file, sealed by a hash of itself.
+
+        The version is VERSION if some chunks are packed, else PLAIN_VERSION, which older readers
+        know.
+        """
         packed = self.packed_in_json
         return sealed(
             {
@@ -351,6 +356,10 @@ class Manifest:
         )
 
     def to_json(self) -> bytes:
+        """Return the content of manifest.json, sealed by a hash of itself.
+
+        The version is VERSION if some part has packed chunks, else PLAIN_VERSION.
+        """
         packs = any(part.stored is not None for part in self.parts)
         return sealed(
             {
@@ -392,7 +401,7 @@ class Manifest:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether more objects and lists than that are in each other."""
+    """Whether objects and lists are nested more than `levels` deep."""
     within = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return any(not levels or is_deeper(one, levels - 1) for one in within)
 
@@ -419,10 +428,12 @@ def packings(found: Sequence[Any]) -> tuple[Packed | None, ...]:
 
 
 def chunks_in(file: DataFile) -> range:
+    """Return the numbers of the image's chunks that this file holds."""
     return range(file.first, file.first + file.chunks)
 
 
 def part_name(rank: int) -> str:
+    """Return the name of the JSON file of a rank's part."""
     return f"rank-{rank}.json"
 
 

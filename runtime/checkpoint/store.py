@@ -89,13 +89,20 @@ def in_job(finding: Finding, folder: Path) -> Finding:
 
 
 def rank_in(folder: Path, rank: int | None) -> int | None:
+    """Return the rank of the job whose part lies in this folder.
+
+    A rank's own folder on a node's disk, `replica-R-rank-K`, holds the part of rank K. In any other
+    folder it is `rank`, which the checkpoint itself tells.
+    """
     own = OWN.fullmatch(folder.absolute().name)
     return rank if own is None else int(own["rank"])
 
 
 class Unreadable(Damaged):
-    """It could not be read: nothing is known to be wrong with it. Its store may be well again in a
-    moment."""
+    """A checkpoint could not be read; nothing is known to be wrong with it.
+
+    Its store may be well again in a moment.
+    """
 
 
 #: Of these nobody can tell here whether they are needed: they stay.
@@ -123,6 +130,7 @@ def is_named(path: Path) -> bool:
 
 
 def is_name(name: str) -> bool:
+    """Whether a checkpoint's folder may have this name, as step-00000012 or step-00000012.1."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -157,6 +165,10 @@ def number_of(path: Path) -> tuple[int, int]:
 
 
 def numbers_in(name: str) -> tuple[int, int]:
+    """Return the step in a checkpoint's name, and which save of that step it is, from 0.
+
+    Raises ValueError if it is not the name of a checkpoint.
+    """
     match = _NAME.fullmatch(name)
     if match is None:
         raise ValueError(f"{name} is not named as a checkpoint is: step-00000012")
@@ -341,6 +353,7 @@ def _no_checkpoint(path: Path, why: str | None = None) -> str:
 
 
 def shortened(names: tuple[str, ...], most: int = 4) -> str:
+    """Return the first `most` names as text for a person, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(name.removeprefix(".") for name in names[:most]) + more
 

@@ -1,8 +1,9 @@
 """Checks a sample ledger: python -m runtime.ledger PATH. Exit status 0 if it is whole.
 
-PATH is a checkpoint, a folder of them or a job's state folder (the newest whole one is taken), or
-the JSON that `GET /api/v1/jobs/{id}/ledger` answered; several files if it came in several pages. 1:
-the ledger is not whole; 2: there is none to be read.
+PATH is a checkpoint, a folder of checkpoints, or a job's state folder; of several checkpoints the
+newest whole one is taken. PATH may also be the JSON that `GET /api/v1/jobs/{id}/ledger` answered,
+as several files if it came in several pages. Exit status 1: the ledger is not whole. Exit status 2:
+there is no ledger to be read.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ MALFORMED = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Check the ledger and print the report; exit status 0: whole, 1: not whole, 2: unreadable.
+
+    With --step the shards of that step are printed instead, and the status is 0.
+    """
     asked = _asked(arguments)
     try:
         entries, weights = read(asked.path)

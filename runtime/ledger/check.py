@@ -34,7 +34,7 @@ WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """Those of the checkpoint that a ledger is in."""
+    """The weights of the checkpoint that a ledger lies in."""
 
     step: int  # the last one that made them
     #: They may have one step more than the ledger, which whoever goes on from them enters.
@@ -125,6 +125,10 @@ def shards_of(entries: Sequence[Entry], step: int) -> list[dict[str, Any]]:
 
 
 def order_of(entries: Sequence[Entry]) -> Mapping[str, int]:
+    """Return the samples' order that the first entry tells; see `Batches.state_dict`.
+
+    Raises ValueError if there is no entry, or if a version without proofs wrote it.
+    """
     order: Mapping[str, int] = (entries[0].get("order") or {}) if entries else {}
     if not order:
         raise ValueError(

@@ -1,7 +1,7 @@
 """What was trained, entered step by step from the vectors that travelled with each gradient.
 
-Never from the plan. It has no gaps, and forgets nothing silently: the oldest ranges are added up
-when there are too many.
+Nothing is entered from the plan. The ledger has no gaps, and forgets nothing silently: when there
+are too many ranges, the oldest are added up.
 """
 
 from __future__ import annotations
@@ -199,6 +199,11 @@ def runs(computed: Sequence[int]) -> tuple[tuple[int, int, int], ...]:
 
 
 def added_up(summary: Summary | None, oldest: Range) -> Summary:
+    """Return the summary of all steps up to the end of `oldest`.
+
+    `summary` is that of the steps before, None if there are none. The numbers of lost, duplicated
+    and dropped shards are totals over these steps; `samples` is a total too.
+    """
     steps = oldest.step_to - oldest.step_from + 1
     return Summary(
         step_from=oldest.step_from if summary is None else summary.step_from,

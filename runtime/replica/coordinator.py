@@ -49,8 +49,11 @@ UNDECIDED_S = 10.0  # how long members that we do not know wait before a person 
 
 @dataclass(frozen=True)
 class Asked:
-    """Who has a place that another wants: None if it is away; and the number of a ping to it, and
-    since when it is waited for."""
+    """A place that a newcomer wants, and what is waited for before it is free.
+
+    `holder` is the peer that has the place, None if that peer is away. `ping` is the number of the
+    ping that was sent to it. `since` is when the wait began, in seconds of the coordinator's clock.
+    """
 
     holder: Peer | None
     ping: int
@@ -58,7 +61,10 @@ class Asked:
 
 
 class Coordinator(Epochs):
-    """Driven by messages and by `tick`."""
+    """The coordinator's decisions, driven by the messages of replicas and agents and by `tick`.
+
+    It has no thread of its own; `listening` calls it.
+    """
 
     # --- connections ----------------------------------------------------------------------------
 
@@ -179,6 +185,12 @@ class Coordinator(Epochs):
         return True
 
     def answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a first line that is no join: to `exit` of an agent, or to `status`.
+
+        `exit` says that the process of a placement has ended. A replica of that placement is lost
+        at once, without a wait for its heartbeat. `status` changes nothing. It tells the job, the
+        epoch, the living members, the newest known step, and the phase of each peer.
+        """
         if message["op"] == "exit":
             placement = str(message["placement"])
             self.ended.add(placement)
@@ -202,6 +214,16 @@ class Coordinator(Epochs):
     # --- what replicas say ----------------------------------------------------------------------
 
     def join(self, message: dict[str, Any], writer: asyncio.StreamWriter) -> Peer:
+        """Take in a replica whose first line was accepted, and return its peer.
+
+        There are four outcomes. A standby follows, unless it is a member by now and returns. A
+        replica that tells of a newer epoch than the record's is `claiming`. A member of the present
+        epoch that connects again stays a member. Any other is a newcomer, and is told `evicted` if
+        it was ever a member.
+
+        An older connection or start of the same replica is given up. Raises KeyError, TypeError or
+        ValueError for a malformed message.
+        """
         self.note_word()
         if message["standby"]:
             return self.stand_by(message, writer)
@@ -338,6 +360,12 @@ class Coordinator(Epochs):
         peer.put_off(self.clock(), "it could not get a state or a step from those who have it")
 
     def on_report(self, peer: Peer, message: dict[str, Any]) -> None:
+        """Note where a member stands after its epoch broke: its step, and which shards it holds.
+
+        A report counts only from a claiming peer, or from a member that names the present epoch.
+        One that was not planned breaks the epoch. If it tells of a silent peer, members are asked
+        whom they reach.
+        """
         claiming = peer.phase == "claiming"  # then it counts once its epoch is taken
         known = peer.phase == "member" and int(message["epoch"]) == self.record.epoch
         if not (claiming or known):
@@ -357,6 +385,11 @@ class Coordinator(Epochs):
             self.doubt.answer(peer.replica, [int(replica) for replica in message["replicas"]])
 
     def on_staged(self, peer: Peer, message: dict[str, Any]) -> None:
+        """Note that a peer holds a copy of its state ready for newcomers, or could not make one.
+
+        An empty digest means that it could not. If the copy was asked for, fresh newcomers are then
+        put off. While nobody trains, no copy is asked for within the next NO_COPY_S seconds.
+        """
         if message["digest"]:
             self.admission.staged(peer, int(message["step"]), str(message["digest"]))
         elif self.admission.not_staged(peer):
@@ -366,6 +399,11 @@ class Coordinator(Epochs):
                 newcomer.put_off(self.clock(), "no member could make a copy of its state")
 
     def on_compared(self, peer: Peer, message: dict[str, Any]) -> None:
+        """Note the digest of a member's state after a step; members of another epoch are not heard.
+
+        Once the digests of all living members are there, each member is told of a difference, if
+        any.
+        """
         epoch, step = int(message["epoch"]), int(message["step"])
         if peer.phase != "member" or epoch != self.record.epoch:
             return
@@ -470,6 +508,12 @@ class Coordinator(Epochs):
 
 
 def main() -> None:
+    """Run the job's coordinator until SIGTERM or SIGINT.
+
+    Raises SystemExit with the reason if another coordinator has the folder, the record cannot be
+    used, or nothing can listen at the address. The process exits at once, with status 1, if a
+    coordinator on another machine takes over the folder.
+    """
     given = options(__doc__ or "")
     keeper = Keeper(given.state_dir)
     try:

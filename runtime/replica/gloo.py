@@ -93,7 +93,10 @@ class LinkStore(Store):
 
 
 class Gloo:
-    """One device per process, one group per epoch: of the replicas' ranks of one number."""
+    """The gloo device of this process, and the group that it has in each epoch.
+
+    The members of a group are the ranks of one number, one in each replica.
+    """
 
     def __init__(self, host: str, lane: int = 0) -> None:
         self.lane = lane
@@ -395,14 +398,17 @@ def _open_still(sockets: dict[int, int]) -> dict[int, int]:
 
 
 def listens(connection: socket.socket) -> bool:
+    """Whether this TCP socket listens for connections (SO_ACCEPTCONN of socket(7))."""
     return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def is_at(connection: socket.socket, address: str) -> bool:
+    """Whether the socket's own end has this address, written host:port."""
     return "{}:{}".format(*connection.getsockname()) == address
 
 
 def leads_to(connection: socket.socket, peers: set[str]) -> bool:
+    """Whether the socket's other end is one of `peers`, written host:port; False if unconnected."""
     try:
         return "{}:{}".format(*connection.getpeername()) in peers
     except OSError:  # it is not connected

@@ -74,12 +74,14 @@ class Tail(Summed):
 
 
 class Gradients:
-    """The parameters' gradients, and their sum over the members, which add up what each has summed:
-    equal up to the order of summation.
+    """The parameters' gradients of one step, and their sum over all members.
+
+    Each member adds up its own shards first; then the members' sums are added. So the bits of the
+    result depend on the order of summation.
 
     What backward gives is taken away from the parameters at once, so that nothing the script does
-    to their gradients changes the sum; and it is not copied into zeros, which would have to be
-    written, read, and added to.
+    to their gradients changes the sum. It is not copied into zeros, which would have to be written,
+    read, and added to.
     """
 
     def __init__(
@@ -117,9 +119,12 @@ class Gradients:
         self._drop()
 
     def lend(self) -> None:
-        """Give each parameter what was taken of it before, right before backward, which adds to
-        that while what it adds is still in the processor's cache. Not where a hook is to see what
-        backward gives: what it changed would be changed again with each shard."""
+        """Give each parameter back what was taken of its gradient, right before backward.
+
+        Backward then adds to it while what it adds is still in the processor's cache. A parameter
+        with a hook gets nothing back, for the hook would change the earlier shards' sum again with
+        each shard.
+        """
         for parameter, taken in zip(self.parameters, self._taken, strict=True):
             parameter.grad = None if _is_watched(parameter) else taken
 
@@ -166,6 +171,7 @@ class Gradients:
         self._noted.append((index, mean, samples, parts))
 
     def clear(self) -> None:
+        """Forget all that was summed in this step: gradients, shards, losses and times."""
         self._drop()
         self.held.clear()
         for numbers in (self.coverage, self.checksums, self.who, self.seconds, self.losses):
@@ -201,10 +207,14 @@ class Gradients:
     def put(
         self, reduced: torch.Tensor, touched: Sequence[bool], times: float, clipped: float
     ) -> None:
-        """Let the parameters' gradients be their parts of this sum, so many times as long and once
-        more by how they are clipped; the statistics are not clipped. Copies, for peers may ask for
-        the sum. One by which backward came nowhere has none, as in a plain loop: an optimizer would
-        move it by its decay and momentum also with one of zeros."""
+        """Set each parameter's gradient to its part of the sum, times `times` and `clipped`.
+
+        `clipped` does not apply to the statistics, which are multiplied by `times` alone. The parts
+        are copied, for peers may ask for the sum.
+
+        A parameter with `touched` false gets no gradient, as in a plain loop: an optimizer would
+        move it by decay and momentum even with a gradient of zeros.
+        """
         parts = torch.split(reduced[: self.gradient_size], self._sizes)
         for place, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
             if not touched[place]:
@@ -237,6 +247,15 @@ class Gradients:
         return torch.cat(parts, out=buffer)
 
     def tail(self, wishes: Wishes) -> torch.Tensor:
+        """Return what rides behind the gradients: this member's numbers of the step.
+
+        It is a float32 tensor of shape (5 * shards + parameters + 1 + wishes,) on `device`. Its
+        numbers are in this order: coverage, checksums, who, losses and seconds of each shard;
+        touched of each parameter; samples; wishes.
+
+        A loss that is on a card is read here, so the call waits until the card has computed all.
+        The time since `begin` is divided equally among the shards that are held.
+        """
         for index, loss, samples, parts in self._noted:
             self.losses[index] += float(loss) * samples / parts
         self._noted.clear()
@@ -252,6 +271,10 @@ class Gradients:
         return torch.tensor(tail, dtype=torch.float32).to(self.device)
 
     def read(self, reduced: torch.Tensor) -> Tail:
+        """Return what all members learn from a step, out of the sum that `reduce` gave.
+
+        The loss is the mean over all samples, NaN if there was none. The call waits for the card.
+        """
         tail: list[float] = reduced[self.size :].tolist()
         n, end = self.shards, 5 * self.shards + len(self.parameters)
         samples, *summed = tail[end:]
@@ -282,11 +305,12 @@ def _is_watched(parameter: torch.nn.Parameter) -> bool:
 
 
 class TreeGradients(Gradients):
-    """Added up along one fixed tree over the shards: the same bits, whoever computed which.
+    """Gradients that are added up along one fixed tree over the shards.
 
-    Each member owns a slice of the parameters. It is sent that slice of every branch that another
-    has summed, adds them up, and shares the sum. With shares that are whole branches this moves
-    what an all-reduce moves; after a loss, a little more.
+    The result has the same bits, whoever computed which shard. Each member owns a slice of the
+    parameters. Others send it that slice of every branch that they have summed; it adds them up,
+    and shares the sum. If shares are whole branches, this moves as many bytes as an all-reduce;
+    after a loss it moves a little more.
     """
 
     def __init__(
@@ -319,6 +343,13 @@ class TreeGradients(Gradients):
         me: int,
         wishes: Wishes,
     ) -> torch.Tensor:
+        """Return the sum of all members' gradients, statistics and tails, with equal bits on each.
+
+        `shares` says which shards each member has summed, by the member's number; `me` is our own
+        number. The result is flat, in a buffer of `pool`. Members exchange slices of branches and
+        then gather the sums. Raises Severed if that did not happen on all members, and KeyError if
+        we have not summed a shard of our share.
+        """
         members = sorted(shares)
         width = -(-self.size // len(members))
         expected = {m: branches_of(shares[m], self.shards) for m in members}

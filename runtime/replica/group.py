@@ -320,6 +320,7 @@ def wrong_number(
 
 
 def several(given: Steps | Sequence[Steps]) -> list[Steps]:
+    """Return one schedule, or a sequence of them, as a list."""
     return list(given) if isinstance(given, Sequence) else [given]
 
 
@@ -350,6 +351,10 @@ def numerics_of(mode: Mode, model: torch.nn.Module) -> str:
 
 
 def known_mode(name: str) -> Mode:
+    """Return the mode of that name.
+
+    Raises ValueError, which lists all modes, if there is none.
+    """
     for mode in MODES:
         if mode == name:
             return mode

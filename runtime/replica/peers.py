@@ -50,7 +50,10 @@ class Reduced:
 
 
 class ReducedLog:
-    """The last reduced buffers: two, or while a newcomer follows as many as it may need."""
+    """The reduced buffers of the last steps, ready for peers to ask for.
+
+    Two are kept, or while a newcomer follows as many as it may need.
+    """
 
     def __init__(self) -> None:
         self.copied = 0  # bytes of the state that a newcomer takes before it follows; 0: none does
@@ -60,6 +63,13 @@ class ReducedLog:
         self._changed = threading.Condition()
 
     def add(self, reduced: Reduced) -> None:
+        """Keep a committed step's buffer, drop the oldest ones, and wake who waits.
+
+        Two are kept while nobody follows. While a newcomer follows, LOG_STEPS are kept, or more if
+        they fit into LOG_BYTES. On the host they may also fill the size of the copy that it takes.
+        On a card fewer are kept where memory is scarce. At most DROPPED_AT_ONCE are dropped in one
+        call, for each costs the step time.
+        """
         with self._changed:
             self._kept[reduced.step] = reduced
             self._kept.move_to_end(reduced.step)
@@ -164,12 +174,12 @@ class Offer:
 
 
 class PeerServer:
-    """Serves from background threads.
+    """Serves peers the copy and the reduced gradients, on background threads.
 
     `on_staged` is called on a thread of its own once a copy was hashed, with its step and digest;
-    with "" if there is no copy after all.
-    `pace` holds up what is taken of copies, over all connections together; never the reduced
-    gradients, for whoever waits for them falls behind.
+    the digest is "" if there is no copy after all. `pace` holds up what is taken of copies, over
+    all connections together. It never holds up the reduced gradients, for whoever waits for them
+    falls behind.
     """
 
     def __init__(

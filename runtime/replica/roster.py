@@ -33,7 +33,7 @@ CUT_OFF_S = 1.0
 
 
 class Roster(ABC):
-    """The peers, by their numbers, and the record; only the record outlives it."""
+    """The peers by their numbers, and the record, which alone outlives this process."""
 
     def __init__(
         self,
@@ -112,6 +112,11 @@ class Roster(ABC):
             self.settle()
 
     def part_with(self, peer: Peer, how: How) -> None:
+        """Forget a peer whose connection ended; if it is a living member, it is lost too.
+
+        A member whose connection was reset may return if we did not run, or were cut off, just
+        before. `tick` loses it if it does not. Raises KeyError if no peer has its number.
+        """
         del self.peers[peer.replica]
         peer.writer.close()
         self.admission.forget(peer.replica)

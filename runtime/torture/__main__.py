@@ -42,6 +42,7 @@ DUMP_S = 1.0  # how long hung ranks have to write their stacks down
 
 
 def main() -> None:
+    """Run the torture and print the report; exit status 0: all held, 1: not, 2: it cannot run."""
     ending.listen()
     options = parse(sys.argv[1:])
     # As writers' open files tell it, which know no links.
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 def clear(folder: Path, options: argparse.Namespace) -> None:
-    """Nothing is left of the run."""
+    """Remove all that the run has left: its folder, its disk's and its objects."""
     shutil.rmtree(folder)
     if options.disk is not None:
         shutil.rmtree(options.disk / STATE, ignore_errors=True)
@@ -137,11 +138,16 @@ def disturbed(run: Run, options: argparse.Namespace) -> list[Figures]:
 
 
 def recover(run: Run, options: argparse.Namespace) -> None:
+    """Wait until all replicas train together again, and say what each fault since cost."""
     for place in run.recover():
         say(options, line(figures_of(run, place)))
 
 
 def undisturbed(run: Run, steps: int) -> None:
+    """Run a job of so many steps to its end without any fault.
+
+    What it waits for in vain is noted among the run's problems; nothing is raised for it.
+    """
     try:
         run.settle(steps)
         run.start()
@@ -159,6 +165,7 @@ def give_up(run: Run, error: Exception) -> None:
 
 
 def figures_of(run: Run, place: int) -> Figures:
+    """Return the figures of the fault at this place of `run.made`."""
     started = {rank.placement: rank.started for rank in run.fleet.started}
     made = run.made[place]
     others = [other for other in run.made if other is not made]
@@ -167,6 +174,7 @@ def figures_of(run: Run, place: int) -> Figures:
 
 
 def seen(run: Run) -> Seen:
+    """Return what the run left behind, for `judge`."""
     restarts = [made.restart for made in run.made if made.restart is not None]
     return Seen(
         events=counted(run.watch.events, restarts),
@@ -187,6 +195,7 @@ def say(options: argparse.Namespace, told: str) -> None:
 
 
 def parser_of_options() -> argparse.ArgumentParser:
+    """Return the parser of the command line's options."""
     parser = argparse.ArgumentParser(
         prog="python -m runtime.torture",
         description="Break a training job at random and at named phases, then judge it.",

@@ -110,6 +110,10 @@ def changed(newest: Path, older: Path) -> list[Path]:
 
 
 def put(path: Path, data: bytes | bytearray) -> None:
+    """Replace a file by these bytes with an atomic rename.
+
+    Another checkpoint that shares the old file by a hard link keeps it.
+    """
     draft = path.with_suffix(".new")
     draft.write_bytes(data)
     draft.replace(path)

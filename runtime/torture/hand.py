@@ -1,11 +1,11 @@
-"""The hand of the runner in one process of a job: strikes when it is ordered to, and writes down
-what the process passes through.
+"""The hand of the runner in one process of a job.
 
-A blow that is aimed at a phase of the training falls in it: while the training goes on, but not
-beyond the end of that phase until the blow has fallen.
+It strikes when it is ordered to, and writes down what the process passes through. A blow that is
+aimed at a phase of the training falls in that phase. The training goes on meanwhile, but not beyond
+the end of the phase until the blow has fallen.
 
-It talks to the runner through files alone, so that a process whose connections are broken is still
-told and heard. Imports no torch: a checkpoint's writer has none.
+The hand talks to the runner through files alone, so that a process whose connections are broken is
+still told and heard. Imports no torch: a checkpoint's writer has none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ SOONEST_S = 1e-4  # what is to come sooner than that comes at once
 
 
 class Hand:
-    """Of one rank, or of one of its writers."""
+    """What watches and strikes in one process: a rank, or one of a rank's writers.
+
+    `phase` is the phase of the training that this process is in; "" if the process does not train.
+    """
 
     def __init__(self, folder: Path, placement: str, rank: int) -> None:
         self.folder = folder
@@ -131,8 +134,10 @@ def around(owner: Any, name: str, call: Callable[..., Any]) -> None:
 
 
 def order_file(folder: Path, placement: str) -> Path:
+    """Return the file with the order that waits for this placement, while there is one."""
     return folder / f"order.{placement}"
 
 
 def events_file(folder: Path, placement: str) -> Path:
+    """Return the file of JSON lines in which this placement's processes tell their events."""
     return folder / f"events.{placement}"

@@ -1,7 +1,7 @@
-"""In the place of a node's holder: the same one, which may be struck while it is given a state or
-gives one, and which ends with the runner, whoever started it.
+"""The checkpoint holder of a node, with the hand of the runner in it.
 
-Named to the ranks through DRYDOCK_CHECKPOINT_HOLDER. Imports no torch.
+It may be struck while it is given a state or gives one. It ends with the runner, whoever started
+it. Ranks learn of it through DRYDOCK_CHECKPOINT_HOLDER. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ BEGINNINGS = {RECEIVE: "receive_chunk", RECALL: "send_chunk"}
 
 
 def main() -> None:
+    """Run the checkpoint holder with the hand in it, until the runner ends."""
     threading.Thread(target=end_with, args=(int(os.environ[ENV_RUNNER]),), daemon=True).start()
     ours = Hand(Path(os.environ[ENV_FOLDER]), name_of(int(os.environ[ENV_REPLICA])), 0)
     for phase, name in BEGINNINGS.items():
@@ -34,6 +35,8 @@ def main() -> None:
 
 
 def come_to(hand: Hand, phase: str, name: str) -> None:
+    """Have the hand come to `phase` whenever the holder's function `name` begins."""
+
     def begin(inner: Callable[..., Any], *given: Any) -> Any:
         hand.at(phase)
         return inner(*given)

@@ -361,6 +361,10 @@ class Fleet:
 
 
 def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that is free now.
+
+    Another process may take it before the caller does. Raises OSError if no port is free.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port

@@ -1,11 +1,13 @@
-"""A network of the run's own, in which each replica is a machine of its own: network namespaces of
-Linux, joined by a bridge. What is cut there loses packets, and nobody is told of it.
+"""A network of the run's own, in which each replica is a machine of its own.
+
+The machines are network namespaces of Linux, joined by a bridge. What is cut there loses packets,
+and nobody is told of it.
 
     python -m runtime.torture.network --socket PATH --replicas N
 
-A process of its own, for it takes everything down when the runner's end of its standard input is
-closed, however the runner ended. Needs root and the command `ip` (of iproute2). Standard library
-only.
+It is a process of its own. It takes everything down when the runner's end of its standard input is
+closed, however the runner ended. It needs root and the command `ip` (of iproute2). It uses the
+standard library only.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class NoNetwork(RuntimeError):
 
 
 class Network:
-    """The runner's handle of the process that keeps it."""
+    """The runner's handle of the process that keeps the run's network."""
 
     def __init__(self, socket_path: Path, replicas: int) -> None:
         """Raises NoNetwork if it does not come up."""
@@ -111,7 +113,7 @@ def ask(path: str, **asked: Any) -> None:
 
 
 class Bridge:
-    """All the machines, and what is cut between them now."""
+    """The namespaces of all replicas and the bridge between them, made on entry."""
 
     def __init__(self, name: str, replicas: int) -> None:
         self.name = name
@@ -226,6 +228,11 @@ def _serve(server: socket.socket, bridge: Bridge) -> None:
 
 
 def main() -> None:
+    """Keep the run's network until the standard input is closed, then take it down.
+
+    "up N" is printed once the network is there; N is the number of its subnet. Raises SystemExit
+    with the reason if the network cannot be made.
+    """
     parser = argparse.ArgumentParser(prog="runtime.torture.network", description=__doc__)
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--replicas", type=int, required=True)

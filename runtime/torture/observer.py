@@ -61,6 +61,11 @@ class Torturer(Observer):
         self._job = job
 
     def at(self, phase: Phase, step: int) -> None:
+        """Come to a phase of the training, and strike if that is ordered.
+
+        A rank that is being let in stays in `sync`, whatever it replays. At `forward` the rank
+        sleeps `pace_s` seconds. The phases `regroup` and `sync` are told to the runner.
+        """
         if not (phase in REPLAYED and self._is_entering()):
             self.hand.enter(phase)
         if phase in ("regroup", "sync"):
@@ -70,6 +75,11 @@ class Torturer(Observer):
         self.hand.at(phase, step)
 
     def committed(self, step: Committed) -> None:
+        """Tell the runner of a committed step, and end the training at the run's last step.
+
+        The wish to stop travels with the next step, so it is made once the last step but one is
+        committed. Only rank 0 tells and wishes.
+        """
         if not self._is_entering():
             self.hand.enter(BETWEEN)
         self._tell("commit", **vars(step))
@@ -90,6 +100,10 @@ class Torturer(Observer):
         self._tell("lost", replica=message["replica"], whose=whose, how=how)
 
     def ended(self, state: TrainingState) -> None:
+        """Tell the runner the digest of the state at the end.
+
+        Rank 0 tells its step, batch and ledger too; each other rank tells the digest of its part.
+        """
         if self.hand.rank:
             self.hand.tell("part", rank=self.hand.rank, digest=state.digest())
             return

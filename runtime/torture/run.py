@@ -39,7 +39,7 @@ class Hung(RuntimeError):
 
 
 class Run:
-    """A fleet and what it did."""
+    """One run: its processes, the faults that were made, and what was found wrong."""
 
     def __init__(self, fleet: Fleet, patience_s: float = PATIENCE_S) -> None:
         self.fleet = fleet
@@ -269,6 +269,12 @@ class Run:
         rank.kill()
 
     def reap(self, rank: Rank) -> None:
+        """Wait until a replica that was doomed is dead, and kill what it started.
+
+        A replica that was told to end must exit with status 0. Of any other, one rank must have
+        died of SIGKILL. If not, that is noted among the problems. Raises Hung if the replica does
+        not die in time.
+        """
         self.until(lambda: rank.ended, f"{_name(rank)} is dead")
         rank.end()
         if rank.placement in self._sent_away:

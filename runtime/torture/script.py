@@ -40,6 +40,7 @@ WORDS = 64
 
 
 def main() -> None:
+    """Train the transformer as one rank of the job, until the job ends."""
     torch.set_num_threads(1)
     device = torch.device(OPTIONS["device"])
     if device.type == "cuda":
@@ -168,6 +169,12 @@ class AdamW:
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update the parameters in place, once, by their gradients.
+
+        Every parameter needs a gradient. The rule is that of Loshchilov and Hutter, "Decoupled
+        Weight Decay Regularization" (arXiv:1711.05101), with betas 0.9 and 0.99, epsilon 1e-8 and
+        decay 0.01.
+        """
         self.count += 1
         gradients = [mine(p.grad) for p in self.parameters if p.grad is not None]
         parameters = [mine(p) for p in self.parameters]

@@ -1,7 +1,8 @@
-"""Faults of what a job saves to and loads from: the whole job is killed, its checkpoints damaged,
-their writers and holders killed, their disks full or slow.
+"""Faults of what a job saves to and loads from.
 
-What is seen is noted in `Restart` and the run's events; `broken_claims` judges it.
+The whole job is killed, its checkpoints are damaged, their writers and holders are killed, and
+their disks are full or slow. What is seen is noted in `Restart` and the run's events;
+`broken_claims` judges it.
 """
 
 from __future__ import annotations
@@ -221,6 +222,10 @@ def giver(fleet: Fleet, rather: int) -> int:
 
 
 def first_step(run: Run, placement: str) -> int:
+    """Return the first step that this placement committed.
+
+    Raises IndexError if it has committed none.
+    """
     return int(run.watch.find("commit", placement)[0].data["step"])
 
 
@@ -372,6 +377,7 @@ def disk(run: Run, made: Made) -> None:
 
 
 def no_alarm_left(run: Run, made: Made) -> bool:
+    """Whether each failure to save that was told since the fault was told as recovered."""
     return len(troubles(run, made, "checkpoint_failed")) == len(troubles(run, made, RECOVERED))
 
 
@@ -533,6 +539,7 @@ def in_objects(fleet: Fleet) -> Iterator[tuple[ObjectStore, Found]]:
 
 
 def flaws_of(objects: ObjectStore, found: Found) -> Iterator[Damaged]:
+    """Yield what is wrong with each rank's part of a checkpoint in the object store."""
     for part in found.manifest.parts:
         try:
             objects.read(found.manifest.save, part.rank)
@@ -568,6 +575,7 @@ def mark(path: Path) -> tuple[Path, int]:
 
 
 def saves(run: Run, *placements: str) -> list[Event]:
+    """Return the events of finished saves, of these placements or of all if none is named."""
     return run.watch.find("saved", *placements)
 
 
@@ -577,6 +585,7 @@ def tiers_of(run: Run, rank: Rank) -> set[str]:
 
 
 def of_tier(events: list[Event], tier: str) -> list[Event]:
+    """Return those of the saves that went to this tier."""
     return [event for event in events if event.data["tier"] == tier]
 
 

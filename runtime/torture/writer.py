@@ -1,7 +1,7 @@
-"""In the place of a checkpoint's writer: the same one, which may be struck in each phase of a save,
-whose disk may be full or slow, and which packs half of what it may pack.
+"""The checkpoint writer of a rank, with the hand of the runner in it.
 
-Named to the rank through DRYDOCK_CHECKPOINT_WRITER. Imports no torch.
+It may be struck in each phase of a save, and its disk may be full or slow. It packs half of what it
+may pack. The rank learns of it through DRYDOCK_CHECKPOINT_WRITER. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BEGINNINGS: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class DiskFault:
-    """What the disk below a folder does, for as long as the runner says so."""
+    """What the disk of a folder does wrong, for as long as the runner says so."""
 
     kind: str  # of fault
     under: str  # folder
@@ -48,6 +48,7 @@ class DiskFault:
 
 
 def main() -> None:
+    """Run the checkpoint writer with the hand in it, on a disk that the runner may break."""
     ours = hand.from_environment()
     break_disk(ours)
     pack_half()
@@ -57,6 +58,8 @@ def main() -> None:
 
 
 def come_to(hand: Hand, phase: str, owner: Any, name: str) -> None:
+    """Have the hand come to `phase` whenever the function `name` of `owner` begins."""
+
     def begin(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
         hand.at(phase)
         return inner(*given, **named)
@@ -118,6 +121,7 @@ def break_disk(hand: Hand) -> None:
 
 
 def present_fault(folder: Path) -> DiskFault | None:
+    """Return what the run's disk does wrong now; None if it is well."""
     try:
         return DiskFault(**json.loads(fault_file(folder).read_text()))
     except FileNotFoundError:
@@ -125,12 +129,14 @@ def present_fault(folder: Path) -> DiskFault | None:
 
 
 def set_fault(folder: Path, fault: DiskFault) -> None:
+    """Break the run's disk: writers see the fault from their next file on."""
     draft = fault_file(folder).with_suffix(".new")
     draft.write_text(json.dumps(asdict(fault)))
     draft.replace(fault_file(folder))
 
 
 def end_fault(folder: Path) -> None:
+    """Mend the run's disk; nothing happens if it is well."""
     fault_file(folder).unlink(missing_ok=True)
 
 
@@ -157,6 +163,7 @@ def _is_writer(process: Path, run: str) -> bool:
 
 
 def fault_file(folder: Path) -> Path:
+    """Return the file in which the runner says what is wrong with the disk."""
     return folder / "disk"
 
 
