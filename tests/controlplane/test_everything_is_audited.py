@@ -41,7 +41,7 @@ UNAUDITED = {
     "health.forget_samples": "readings of more than a week ago",
     "jobs.thin_progress": "what a job told of its progress days ago: one sample for each minute",
     # The incident's own record, which names who and when; what is decided is audited beside it.
-    "incidents.tell": "a line of the timeline: appended once, never changed",
+    "incidents.add_timeline_entry": "a line of the timeline: appended once, never changed",
     "incidents.set_mitigated": "a moment that was measured, told in the timeline",
     "incidents.set_restored": "a moment that was measured, told in the timeline",
     "incidents.publish_playbooks": "a copy of the workers' code, for pages; decides nothing",
