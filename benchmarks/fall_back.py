@@ -38,8 +38,9 @@ from runtime.client import CheckpointSaved, Message, Sender, Trouble
 from runtime.data import Batches
 from runtime.image import Damaged, Staged
 from runtime.job import Job
-from runtime.replica.division import Division
+from runtime.replica.all_ranks import AllRanks
 from runtime.replica.follower import Follower
+from runtime.replica.fsdp import ShardGroup
 from runtime.replica.gloo import Gloo
 from runtime.replica.link import Link
 from runtime.replica.observing import Observer
@@ -48,7 +49,6 @@ from runtime.replica.reporting import Reporter
 from runtime.replica.siblings import Siblings
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
-from runtime.replica.together import Together
 
 TARGET_S = 2.0  # from the refusal until the next tier is read
 WIDTH = 4096
@@ -96,9 +96,9 @@ class Loading:
                 target=lambda follower=follower: list(follower.shards()), daemon=True
             ).start()
         siblings.meet()
-        self._together = Together(first, siblings, Reporter(first.job, first.state.ledger, 1))
+        self._together = AllRanks(first, siblings, Reporter(first.job, first.state.ledger, 1))
         for rank in self._ranks:
-            rank.saver.delivery.on_saved = self._hear
+            rank.saver.dispatcher.on_saved = self._hear
 
     def _rank(self, folder: Path, size: int, number: int, ranks: int) -> Rank:
         sender = Sender("", TOKEN, job="benchmark", replica=0, rank=number, placement="p")
@@ -113,7 +113,7 @@ class Loading:
         state = TrainingState(model, [optimizer], Batches(samples=24, shards=2))
         gloo, observer = Gloo("127.0.0.1"), Observer()
         engine = StepEngine(
-            state, gloo, observer, Division(model, 0), mode="cover", max_grad_norm=None
+            state, gloo, observer, ShardGroup(model, 0), mode="cover", max_grad_norm=None
         )
         saver = Checkpointer(job)
         saver.sources.read = self._timed(saver.sources.read)  # type: ignore[method-assign]

@@ -46,7 +46,7 @@ class AtRest:
 Save = Callable[[AtRest, Collection[TierName]], Copying | None]
 
 
-class Ending:
+class FinalSave:
     """Of one rank."""
 
     def __init__(self, job: Job, saver: Checkpointer, save: Save) -> None:
@@ -127,7 +127,9 @@ class Ending:
 
     def _save_aside(self, preemption: Preemption) -> None:
         """On a thread of its own, once there is no more time to wait for an edge."""
-        self._saver.rooms.await_free(FINISH_S)  # before the lock: the loop may go on meanwhile
+        self._saver.copy_buffers.await_free(
+            FINISH_S
+        )  # before the lock: the loop may go on meanwhile
         with self._changed:
             self._changed.wait_for(lambda: self._rest is not None or preemption.is_over())
             if self._rest is not None and not preemption.is_over():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runtime.replica.division import part_of
+from runtime.replica.fsdp import shard_of
 
 CURRENT = torch.device("cuda")  # the card that torch takes where none is named
 
@@ -46,5 +46,5 @@ def cards_of(model: object) -> list[torch.device]:
     """Which have its weights, in their order. If none is seen to, the current one, which is the
     model's only if the script has said so."""
     weights = model.parameters() if isinstance(model, torch.nn.Module) else ()
-    numbers = {one.device.index for one in map(part_of, weights) if one.is_cuda}
+    numbers = {one.device.index for one in map(shard_of, weights) if one.is_cuda}
     return [torch.device("cuda", number) for number in sorted(numbers)] or [CURRENT]

@@ -1,5 +1,7 @@
-"""A state in which tensors are divided among ranks, taken apart to be saved and put together again:
-each rank saves its own part, and beside it how the whole is divided."""
+"""A state with sharded tensors, taken apart to be saved and put together again.
+
+Each rank saves its own part, and beside it how the whole is divided.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 
 from runtime.checkpoint.resharding import replaced
-from runtime.replica.division import as_part, is_divided, part_of
+from runtime.replica.fsdp import as_shard, is_sharded, shard_of
 from runtime.replica.state import Stateful
 
 OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is saved
@@ -18,7 +20,7 @@ OURS = "rank_s_part"  # the key under which a rank's part of a divided tensor is
 
 def taken_apart(value: Any) -> Any:
     """Our part of a divided tensor, and what of; anything else as it is."""
-    return {OURS: part_of(value), "of": _described(value)} if is_divided(value) else value
+    return {OURS: shard_of(value), "of": _described(value)} if is_sharded(value) else value
 
 
 def _described(tensor: Any) -> dict[str, Any]:
@@ -115,9 +117,9 @@ def _joined(saved: dict[str, Any], now: Any, where: str, weights: Sequence[Any])
     """The divided tensor of which a state has our part. Raises ValueError if neither `now` nor any
     of the weights is divided as it was."""
     for like in (now, *weights):
-        here = _described(like) if is_divided(like) else None
+        here = _described(like) if is_sharded(like) else None
         if here is not None and saved["of"] in (here, _in_words(here)):
-            return as_part(saved[OURS], like)
+            return as_shard(saved[OURS], like)
     there = saved["of"] if isinstance(saved["of"], str) else _in_words(saved["of"])
     shown = next((one for one in (now, *weights[:1]) if isinstance(one, torch.Tensor)), None)
     if shown is None:
@@ -126,7 +128,7 @@ def _joined(saved: dict[str, Any], now: Any, where: str, weights: Sequence[Any])
             "have it made before the WholeJob is entered, so that its state_dict shows how it is "
             "divided, or start the job with the script that saved it"
         )
-    ours = _in_words(_described(shown)) if is_divided(shown) else "not divided"
+    ours = _in_words(_described(shown)) if is_sharded(shown) else "not divided"
     raise ValueError(
         f"{where} is in the checkpoint a tensor of {there}, which is here {ours}: start the "
         "job with the script and the number of ranks that saved it"

@@ -48,7 +48,7 @@ class Disk(Plain):
         self._blocks = -(-size_of(state) // BLOCK_BYTES)
 
     def prepare(self) -> None:
-        self._rooms = self._filled(READERS)
+        self._copy_buffers = self._filled(READERS)
 
     def save(self, number: int) -> Saving:
         path = self.path(number)
@@ -57,7 +57,10 @@ class Disk(Plain):
         file = os.open(path / "bytes", flags, 0o600)
         try:
             for block in range(self._blocks):
-                if os.write(file, self._rooms[block % len(self._rooms)]) != BLOCK_BYTES:
+                if (
+                    os.write(file, self._copy_buffers[block % len(self._copy_buffers)])
+                    != BLOCK_BYTES
+                ):
                     raise OSError("the disk took only a part of a block")
             os.fsync(file)
         finally:
@@ -65,22 +68,22 @@ class Disk(Plain):
         return at_once(path)
 
     def load(self, number: int, into: State) -> State:
-        self._read(number, self._rooms)
+        self._read(number, self._copy_buffers)
         return into
 
-    def _filled(self, rooms: int) -> list[memoryview]:
-        found = blocks_of(rooms)
+    def _filled(self, copy_buffers: int) -> list[memoryview]:
+        found = blocks_of(copy_buffers)
         data = os.urandom(BLOCK_BYTES)
         for room in found:
             room[:] = data  # the first touch would count as reading
         return found
 
-    def _read(self, number: int, rooms: list[memoryview]) -> None:
+    def _read(self, number: int, copy_buffers: list[memoryview]) -> None:
         """Every block, several at once, each into the next room."""
         file = os.open(self.path(number) / "bytes", os.O_RDONLY | os.O_DIRECT)
 
         def one(block: int) -> None:
-            os.preadv(file, [rooms[block % len(rooms)]], block * BLOCK_BYTES)
+            os.preadv(file, [copy_buffers[block % len(copy_buffers)]], block * BLOCK_BYTES)
 
         try:
             with ThreadPoolExecutor(READERS) as pool:
@@ -94,7 +97,7 @@ class DiskOfState(Disk):
     before. Nothing that saves or loads a state can do without that."""
 
     def prepare(self) -> None:
-        self._rooms = self._filled(self._blocks)
+        self._copy_buffers = self._filled(self._blocks)
 
     def load(self, number: int, into: State) -> State:
         self._read(number, blocks_of(self._blocks))

@@ -1,10 +1,11 @@
-"""Memory into which states are copied, for checkpoints and for newcomers: made and touched
-beforehand, and shared with the writer.
+"""Memory into which states are copied, for checkpoints and for newcomers.
 
-The first touch of memory costs ten times a copy into it, so two rooms are kept for good, and taken
-in turn; three where an object store, which may take minutes, has one of them for long. Each is a
-memfd: it has no name that could be left behind, and what was copied lives for as long as the writer
-has it open, whatever becomes of this process.
+It is made and touched beforehand, and shared with the writer.
+
+The first touch of memory costs ten times a copy into it, so two buffers are kept for good, and
+taken in turn; three with an object store, which may hold one of them for minutes. Each is a memfd:
+it has no name that could be left behind, and what was copied lives for as long as the writer has it
+open, whatever becomes of this process.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from runtime.checkpoint.memory_left import LOOK_BYTES, demand
 from runtime.image import aligned
 from runtime.priority import lower_priority
 
-ROOMS = 2
+COPY_BUFFERS = 2
 RETRY_S = 30.0  # after memory could not be had
 #: Beside the image lies its description, and both may grow: so much more than is needed at first is
 #: made room for, and a 64th of the image up to as much again.
 SLACK_BYTES = 1 << 20
 SLICE_BYTES = 4 << 20
-#: Times as long as it takes to touch a slice, while nobody waits for the room: of the first, which
-#: is needed soon, and of the others.
+#: How long to rest after each slice that was touched, as a multiple of the time that it took, while
+#: nobody waits for the buffer: for the first buffer, which is needed soon, and for the others.
 RESTING = (1.0, 3.0)
 
 
@@ -36,8 +37,8 @@ def unpinned(_memory: memoryview) -> None:
     """No card copies into it."""
 
 
-class Room:
-    """One of them."""
+class CopyBuffer:
+    """One of them, shared memory without a name."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class Room:
         seconds that slice took, so that the training goes on meanwhile. Then `pin` has all of it.
         Raises OSError, MemoryError."""
         self.number = number
-        self.fd = os.memfd_create(f"drydock-room-{number}")
+        self.fd = os.memfd_create(f"drydock-copy-{number}")
         # Not sooner than nobody has it: it may be on its way to a writer.
         weakref.finalize(self, os.close, self.fd).atexit = False
         os.truncate(self.fd, size)
@@ -74,28 +75,28 @@ class Room:
         self.memory = memoryview(b"")
 
 
-class Rooms:
-    """Rooms of one size, and which of them are free. Safe for several threads."""
+class CopyBuffers:
+    """Buffers of one size, and which of them are free. Safe for several threads."""
 
     def __init__(
         self,
         on_failure: Callable[[str], None],
-        rooms: int = ROOMS,
+        count: int = COPY_BUFFERS,
         pin: Callable[[memoryview], object] = unpinned,
     ) -> None:
         """`on_failure` is told why so many cannot be had; `pin` is given each that was made."""
         self._on_failure = on_failure
         self._pin = pin
-        self._rooms = rooms
+        self._count = count
         self._changed = threading.Condition()
-        self._free: list[Room] = []
-        self._used: list[Room] = []
-        self._former: list[Room] = []  # too small by now, and not in use
-        self._size = 0  # for which there are rooms, or will be
+        self._free: list[CopyBuffer] = []
+        self._used: list[CopyBuffer] = []
+        self._former: list[CopyBuffer] = []  # too small by now, and not in use
+        self._size = 0  # for which there are buffers, or will be
         self._making = self._closed = False
-        self._wanted = threading.Event()  # somebody waits for the room that is being made
+        self._wanted = threading.Event()  # somebody waits for the buffer that is being made
         self._not_before = 0.0
-        self._generation = 0  # how often there was another room
+        self._generation = 0  # how often there was another buffer
 
     def made(self) -> bool:
         """Whether there are any, free or not."""
@@ -107,7 +108,7 @@ class Rooms:
         with self._changed:
             there = len(self._free) + len(self._used)
             late = time.monotonic() >= self._not_before
-            return 0 < there < self._rooms and late and not self._making
+            return 0 < there < self._count and late and not self._making
 
     def complete(self) -> None:
         """Begin to make those that are lacking; later, if they cannot be had at present."""
@@ -116,13 +117,13 @@ class Rooms:
                 return
             self._making = True
             try:
-                threading.Thread(target=self._make, name="drydock-rooms", daemon=True).start()
+                threading.Thread(target=self._make, name="drydock-copys", daemon=True).start()
             except RuntimeError as error:  # no more threads, and whoever asks may be training
                 self._making = False
                 self._put_off(error)
 
     def prepare(self, size: int, *, at_once: bool = False) -> bool:
-        """Begin to make rooms for images of this size, unless there are such or they are being
+        """Begin to make buffers for images of this size, unless there are such or they are being
         made: at once in the place of those that are free, of the others when they are given back.
         Returns False if they cannot be had at present; `at_once` they are tried for also if they
         could not be had just now."""
@@ -140,7 +141,7 @@ class Rooms:
             self.complete()
             return self._making
 
-    def take(self, wait_s: float = 0.0) -> Room | None:
+    def take(self, wait_s: float = 0.0) -> CopyBuffer | None:
         """A free one, or None if there is none within the time. It is ours until it is given
         back."""
         with self._changed:
@@ -158,16 +159,16 @@ class Rooms:
             self._wanted.clear()
             return bool(self._free)
 
-    def give_back(self, room: Room) -> None:
+    def give_back(self, buffer: CopyBuffer) -> None:
         """It may be taken by others; at most once after each time that it was taken."""
         with self._changed:
-            if room in self._used:
-                self._used.remove(room)
-                if len(room.memory) < self._size:
-                    self._former.append(room)
+            if buffer in self._used:
+                self._used.remove(buffer)
+                if len(buffer.memory) < self._size:
+                    self._former.append(buffer)
                     self.complete()
                 else:
-                    self._free.append(room)
+                    self._free.append(buffer)
             self._changed.notify_all()
 
     def any_free(self) -> bool:
@@ -177,10 +178,10 @@ class Rooms:
     def all_free(self) -> bool:
         """Whether all that there should be are made, and none is in use."""
         with self._changed:
-            return len(self._free) == self._rooms and not self._used
+            return len(self._free) == self._count and not self._used
 
-    def there(self) -> tuple[int, list[Room]]:
-        """All rooms, free or not; before them how often there was another one."""
+    def there(self) -> tuple[int, list[CopyBuffer]]:
+        """All buffers, free or not; before them how often there was another one."""
         with self._changed:
             return self._generation, [*self._free, *self._used]
 
@@ -192,8 +193,8 @@ class Rooms:
             unused = [*self._free, *self._former]
             for some in (self._free, self._former, self._used):
                 some.clear()
-        for room in unused:
-            room.give_up()
+        for buffer in unused:
+            buffer.give_up()
 
     def _make(self) -> None:
         """On a thread of its own. Each is there for use as soon as it is made."""
@@ -218,7 +219,7 @@ class Rooms:
         if first:
             size = self._size
             self._on_failure(
-                f"{self._rooms} times {size} bytes for checkpoints cannot be had: {error}"
+                f"{self._count} times {size} bytes for checkpoints cannot be had: {error}"
             )
 
     def _make_next(self) -> bool:
@@ -227,7 +228,7 @@ class Rooms:
         with self._changed:
             former, self._former = self._former, []
             there = {one.number for one in [*self._free, *self._used]}
-            lacking = min({*range(self._rooms)} - there, default=None)
+            lacking = min({*range(self._count)} - there, default=None)
             if self._closed:
                 lacking = None
             resting = RESTING[bool(self._free)]
@@ -239,7 +240,7 @@ class Rooms:
         def rest(took_s: float) -> None:
             self._wanted.wait(resting * took_s)
 
-        made = Room(lacking, self._size, rest, self._pin)
+        made = CopyBuffer(lacking, self._size, rest, self._pin)
         with self._changed:
             self._wanted.clear()
             closed = self._closed

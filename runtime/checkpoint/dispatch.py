@@ -1,4 +1,4 @@
-"""The way of a copy from the training thread to the writers, and what becomes of it there.
+"""Hands copies from the training thread to the writers, and follows what becomes of them.
 
 A failed save raises an alarm and never stops the training.
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from runtime.checkpoint.copy_buffers import CopyBuffer, CopyBuffers
 from runtime.checkpoint.facts import facts_of
 from runtime.checkpoint.peer import Keepers
-from runtime.checkpoint.rooms import Room, Rooms
 from runtime.checkpoint.tiers import Folders, Tier, TierName
 from runtime.checkpoint.writer_handle import WriterHandle
 from runtime.client import CheckpointSaved
@@ -57,7 +57,7 @@ class Save:
     name: str
     step: int
     copying: Copying
-    room: Room
+    buffer: CopyBuffer
     asked: float  # monotonic
     begin_s: float  # what the training thread paid at the edge
     replica: int
@@ -97,15 +97,15 @@ class Write:
         return f"step {self.save.step}, {self.tier.name}"
 
 
-class Delivery:
+class Dispatcher:
     """Hands each copy to a writer for each of its tiers, and hears what they say."""
 
     def __init__(
-        self, job: Job, tiers: Mapping[TierName, Tier], folders: Folders, rooms: Rooms
+        self, job: Job, tiers: Mapping[TierName, Tier], folders: Folders, copy_buffers: CopyBuffers
     ) -> None:
         self._job = job
         self._folders = folders
-        self._rooms = rooms
+        self._copy_buffers = copy_buffers
         #: called, on a thread of its own, with each one that is durable and verified
         self.on_saved: Callable[[CheckpointSaved], None] = job.sender.tell
         #: called, on a thread of its own, when one in the folder of all failed; with whether others
@@ -205,7 +205,7 @@ class Delivery:
     def _ask_to_look(self, save: str) -> None:
         asked = {"op": "look", "folder": str(self._folders.shared), "save": save}
         try:
-            self._writers["shared"].send(asked, self._rooms.there())
+            self._writers["shared"].send(asked, self._copy_buffers.there())
         except Exception as error:  # as above
             self._looking = False
             self.failed("shared", f"no writer: {error}")
@@ -265,7 +265,7 @@ class Delivery:
                 self._ask_to_look(given)
             else:
                 self._see_to(given)
-            del given  # its room may be given up before another one comes
+            del given  # its buffer may be given up before another one comes
 
     def _see_to(self, save: Save) -> None:
         try:
@@ -314,20 +314,20 @@ class Delivery:
             self._writers[tier.name].tell(said)
 
     def _described(self, save: Save) -> dict[str, Any]:
-        """What any writer is to know of a copy. Raises ValueError if its room has too little."""
+        """What any writer is to know of a copy. Raises ValueError if its buffer has too little."""
         table = save.copying.table
         described = json.dumps({"step": save.step, "save": save.name, **table.describe()}).encode()
         start, self.described = aligned(table.bytes, mmap.PAGESIZE), len(described)
-        if start + len(described) > len(save.room.memory):
-            self._rooms.prepare(start + len(described))
+        if start + len(described) > len(save.buffer.memory):
+            self._copy_buffers.prepare(start + len(described))
             raise ValueError(f"its description has {len(described)} bytes; the next one has room")
-        save.room.memory[start : start + len(described)] = described
+        save.buffer.memory[start : start + len(described)] = described
         facts = dict(self._facts)
         if self.began:
             facts["began"] = {one: self.began[one] for one in _BEGAN}
         return {
             "op": "save",
-            "room": save.room.number,
+            "buffer": save.buffer.number,
             "image": table.bytes,
             "described": len(described),
             "step": save.step,
@@ -360,7 +360,7 @@ class Delivery:
             "common": self.common.get(tier.name),
         }
         asked = {**asked, **place, **kept, "pack": tier.pack}
-        self._writers[tier.name].send(asked, self._rooms.there(), stamp)
+        self._writers[tier.name].send(asked, self._copy_buffers.there(), stamp)
 
     def _to_folder(self, tier: Tier, save: Save) -> dict[str, Any]:
         return {
@@ -530,10 +530,12 @@ class Delivery:
         self._let_go(save, write.tier.name)
 
     def _let_go(self, save: Save, what: str) -> None:
-        """Once nothing is under way with its room any more it is given back: once, for it may be in
-        use again."""
+        """Give a save's buffer back once nothing is under way with it any more.
+
+        It is given back once only, for it may be in use again.
+        """
         with self._lock:
             last = what not in save.ended and len(save.ended) == len(save.tiers)
             save.ended.add(what)
         if last:
-            self._rooms.give_back(save.room)
+            self._copy_buffers.give_back(save.buffer)

@@ -64,6 +64,8 @@ MEMORY = "drydock-held"  # what is held, by its name in /proc
 KEPT = 2  # of a rank in one series at most, beside the one that is received
 LOOKS_S = 1.0  # who only looks whether there is a holder has the lock for a moment
 LOCK, ADDRESS = "holder.lock", "holder.json"
+#: What a request may end with, and is answered with.
+FAILURES = (PeerFailed, OSError, MemoryError, Damaged, KeyError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,23 +285,23 @@ class Holder:
 
         The peer must send and take bytes without a pause of SILENT_S seconds meanwhile. A request
         that fails is answered with {"error", "everywhere"}. Then the error is raised: PeerFailed
-        (Refused if no other holder would do it either), OSError, MemoryError, Damaged, KeyError or
-        TypeError.
+        (Refused if no other holder would do it either), OSError, MemoryError, Damaged, KeyError,
+        TypeError or ValueError.
         """
+        op = request.pop("op", None)
         connection.settimeout(SILENT_S)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, int(SILENT_S))
         try:
-            self._answer(connection, request)
-        except (PeerFailed, OSError, MemoryError, Damaged, KeyError, TypeError) as error:
-            log.warning("refused op=%s error=%s", request.get("op"), error)
+            self._answer(connection, op, request)
+        except FAILURES as error:
+            log.warning("refused op=%s error=%s", op, error)
             said = {"error": str(error) or repr(error), "everywhere": isinstance(error, Refused)}
             send_json(connection, said)
             raise
         connection.settimeout(None)  # between two saves as long as it takes
 
-    def _answer(self, connection: socket.socket, request: dict[str, Any]) -> None:
-        op = request.pop("op")
+    def _answer(self, connection: socket.socket, op: object, request: dict[str, Any]) -> None:
         del request["token"]
         if op == "list":
             found = [

@@ -45,10 +45,10 @@ SMALL_STREAMS = 8
 MAX_UNREADABLE = 8  # manifests that a store refuses; of more it is not they that are wrong
 #: Bytes that are asked for at once, a multiple of a chunk.
 BLOCK_BYTES = 16 << 20
-#: The same of what is put, of which s3fs holds several copies at once beside the room. S3 wants at
-#: least 5 MiB; it is what AWS's own tools take.
+#: Bytes of one part that is put; s3fs holds several copies of it at once. S3 wants at least 5 MiB;
+#: this is what AWS's own tools take.
 PUT_BYTES = 8 << 20
-#: What is only compared is read chunk by chunk, for each is held in memory beside three rooms.
+#: What is only compared is read chunk by chunk, for each is held in memory beside three buffers.
 COMPARED_BYTES = CHUNK_BYTES
 #: Where nothing was put for so many seconds no writer is at work. A store shows an object only once
 #: it is whole, so this is longer than the largest takes.
@@ -239,7 +239,7 @@ class ObjectStore:
             if findings:
                 raise Damaged(f"{folder}: {store.shortened(tuple(map(str, findings)))}")
         except BaseException:
-            # The first that fails ends it: one that hangs takes its time for each, and the room
+            # The first that fails ends it: one that hangs takes its time for each, and the buffer
             # is held, and nobody hears that the save failed. What is left goes with older ones.
             with contextlib.suppress(OSError):
                 for file in files:

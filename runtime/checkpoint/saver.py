@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from runtime.checkpoint import peer, store
-from runtime.checkpoint.delivery import Delivery, Save
+from runtime.checkpoint.copy_buffers import COPY_BUFFERS, SLACK_BYTES, CopyBuffers
+from runtime.checkpoint.dispatch import Dispatcher, Save
 from runtime.checkpoint.peer import Place, in_turn
-from runtime.checkpoint.rooms import ROOMS, SLACK_BYTES, Rooms
 from runtime.checkpoint.sources import Sources
 from runtime.checkpoint.suspects import State, suspect
 from runtime.checkpoint.tiers import TIERS, Folders, Interval, Packing, TierName, tiers_of
@@ -61,14 +61,14 @@ class Checkpointer:
         self._held_up: set[TierName] = set()  # their next save has waited for the one before
         self._again: set[TierName] = set()  # there was too little room, and more is being made
         #: where states are copied to; copies for newcomers are made in them too
-        self.rooms = Rooms(
+        self.copy_buffers = CopyBuffers(
             lambda why: job.trouble("no_room_for_checkpoints", why),
-            ROOMS + ("object" in self.tiers),
+            COPY_BUFFERS + ("object" in self.tiers),
             pin,
         )
         #: to the writers, and what they say
-        self.delivery = Delivery(job, self.tiers, self.folders, self.rooms)
-        self.delivery.on_keeper = self._note_keeper
+        self.dispatcher = Dispatcher(job, self.tiers, self.folders, self.copy_buffers)
+        self.dispatcher.on_keeper = self._note_keeper
         self._own_holder: peer.OwnHolder | None = None  # it keeps what peers save
         self._near = False  # an engineer was told that it is no farther than this node
         self._placements: set[str] = set()  # of the members
@@ -99,11 +99,11 @@ class Checkpointer:
     def meet(self, members: Sequence[Mapping[str, Any]], replica: int) -> None:
         """The members of an epoch, as its grant names them: one of them keeps what we save."""
         placements, before = {str(member["placement"]) for member in members}, self._placements
-        self.delivery.regrouped(came=bool(placements - before), gone=bool(before - placements))
+        self.dispatcher.regrouped(came=bool(placements - before), gone=bool(before - placements))
         self._placements = placements
         if "peer" not in self.tiers:
             return
-        self.delivery.keepers.meet(members, replica)
+        self.dispatcher.keepers.meet(members, replica)
         self._note_keeper()
 
     def meet_nodes(self, holders: Sequence[Mapping[str, str]]) -> list[str]:
@@ -114,17 +114,17 @@ class Checkpointer:
         nodes = {Place(**one) for one in holders if one}
         if len(nodes) < 2 or not all(holders):
             self.tiers.pop("peer", None)
-            self.delivery.leave_out("peer")
+            self.dispatcher.leave_out("peer")
             return []
         others = in_turn(nodes, Place(**holders[self.job.rank]))
-        self.delivery.own_holder = lambda: self.sources.holder
-        self.delivery.keepers.follow(others)
+        self.dispatcher.own_holder = lambda: self.sources.holder
+        self.dispatcher.keepers.follow(others)
         self._note_keeper()
         return [place.address for place in others]
 
     def _note_keeper(self) -> None:
         """Another keeps what we save, perhaps, or has kept it."""
-        keepers, domain = self.delivery.keepers, self.job.domain
+        keepers, domain = self.dispatcher.keepers, self.job.domain
         keeper = keepers.keeper
         if keeper is None:
             return
@@ -158,36 +158,36 @@ class Checkpointer:
 
     def ready(self, wanted: Collection[TierName]) -> set[TierName]:
         """Those of the wanted tiers that have finished the save before: however long one store
-        takes, it never holds both rooms. An engineer is told that one is late, once until a save
+        takes, it never holds both buffers. An engineer is told that one is late, once until a save
         to it has waited for none."""
-        late = self.delivery.busy(wanted)
+        late = self.dispatcher.busy(wanted)
         self._tell_late(late, "the store is slower than checkpoints are due")
         return set(wanted) - late
 
     def is_free(self, tier: TierName) -> bool:
         """Whether a save to it could begin at once."""
-        return not self.delivery.busy([tier]) and self.rooms.any_free()
+        return not self.dispatcher.busy([tier]) and self.copy_buffers.any_free()
 
     def can_share(self) -> bool:
         """Whether our share of one could, in a folder in which we see what others write."""
-        return self.delivery.sees_others and self.is_free("shared")
+        return self.dispatcher.sees_others and self.is_free("shared")
 
     def prepare(self, size: Callable[[], int], wanted: Collection[TierName] = ()) -> bool:
         """Whether a state can be taken at once. Begins to make room for it and starts the writers,
         so that the first save costs what the others do. `size` tells how many bytes it takes; it is
         asked only if there is no room yet. `wanted`: the tiers that are late if there is none."""
-        if not self.delivery.start():
+        if not self.dispatcher.start():
             return False
-        if not self.rooms.made():
+        if not self.copy_buffers.made():
             try:
                 needed = size()
             except Exception:  # so does the copy, which tells why
                 needed = 0
-            self.rooms.prepare(needed)
+            self.copy_buffers.prepare(needed)
             return False
-        if self.rooms.lacks():
-            self.rooms.complete()
-        if self.rooms.any_free():
+        if self.copy_buffers.lacks():
+            self.copy_buffers.complete()
+        if self.copy_buffers.any_free():
             return True
         self._tell_late(set(wanted), f"no room for a copy is free, {self._who_has_room()} has it")
         return False
@@ -221,39 +221,41 @@ class Checkpointer:
         asked = time.monotonic()
         wanted = tuple(self.tiers[one] for one in TIERS if one in tiers and one in self.tiers)
         names = {tier.name for tier in wanted}
-        if not wanted or not self.delivery.start():
+        if not wanted or not self.dispatcher.start():
             return None
-        if not self.rooms.made():
-            self.rooms.prepare(0)  # how much is needed turns out below
-        while (room := self.rooms.take(FINISH_S if last else 0.0)) is not None:
+        if not self.copy_buffers.made():
+            self.copy_buffers.prepare(0)  # how much is needed turns out below
+        while (buffer := self.copy_buffers.take(FINISH_S if last else 0.0)) is not None:
             # What describes the copy lies behind it, and may have grown since the last one.
-            behind = self.delivery.described + SLACK_BYTES // 2
+            behind = self.dispatcher.described + SLACK_BYTES // 2
             try:
-                copying = begin(room.memory[: max(0, len(room.memory) - behind)])
+                copying = begin(buffer.memory[: max(0, len(buffer.memory) - behind)])
             except TooSmall as error:
-                self.rooms.give_back(room)
-                self.rooms.prepare(error.needed + behind, at_once=last)
+                self.copy_buffers.give_back(buffer)
+                self.copy_buffers.prepare(error.needed + behind, at_once=last)
                 self._again |= names
                 if not last:
                     return None
                 continue
             except BaseException as error:
-                self.rooms.give_back(room)
+                self.copy_buffers.give_back(buffer)
                 if not isinstance(
                     error, Exception
                 ):  # an interrupt; else it is not worth the training
                     raise
                 self._began(names)
                 for one in wanted:
-                    self.delivery.failed(one.name, f"no copy could be made: {error!r}")
+                    self.dispatcher.failed(one.name, f"no copy could be made: {error!r}")
                 return None
             self._began(names)
             self._late -= names - self._held_up
             self._held_up -= names
             paid_s = time.monotonic() - asked
             number = self.job.replica if replica is None else replica
-            self.delivery.give(
-                Save(name, copying.step, copying, room, asked, paid_s, number, epoch, wanted, share)
+            self.dispatcher.give(
+                Save(
+                    name, copying.step, copying, buffer, asked, paid_s, number, epoch, wanted, share
+                )
             )
             return copying
         self._tell_skipped(names)
@@ -261,7 +263,7 @@ class Checkpointer:
 
     def _tell_skipped(self, tiers: Collection[TierName]) -> None:
         what = f"nothing was saved to {', '.join(sorted(tiers))}"
-        if self.rooms.made():
+        if self.copy_buffers.made():
             text = (
                 f"{what}: {self._who_has_room()} has the memory for copies. What was saved before "
                 "stays; if a store has it look why that is slow, or save to it less often (every_s)"
@@ -274,7 +276,7 @@ class Checkpointer:
         self.job.trouble("checkpoint_skipped", text)
 
     def _who_has_room(self) -> str:
-        return ", ".join(sorted(self.delivery.busy(self.tiers))) or "a newcomer"
+        return ", ".join(sorted(self.dispatcher.busy(self.tiers))) or "a newcomer"
 
     def suspect(self, state: State) -> None:
         """This state leads to NaN, and nobody is to load it again. An engineer is told if that
@@ -291,14 +293,14 @@ class Checkpointer:
         is not goes on without us."""
         if self._own_holder is not None:
             self._own_holder.close()
-        if late := self.delivery.close(FINISH_S):
+        if late := self.dispatcher.close(FINISH_S):
             text = (
                 f"not durable after {FINISH_S:g} s: {', '.join(late)}. The writers finish what "
                 "they were given without this process: leave the node up meanwhile, and see what "
                 "came whole with `python -m runtime.checkpoint ls`"
             )
             self.job.trouble("checkpoint_unfinished", text)
-        self.rooms.close()
+        self.copy_buffers.close()
 
     def _began(self, tiers: Collection[TierName]) -> None:
         self._last.update(dict.fromkeys(tiers, time.monotonic()))

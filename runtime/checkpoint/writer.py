@@ -2,14 +2,14 @@
 
     python -m runtime.checkpoint.writer SOCKET
 
-Started by a trainer, one for each tier, and given the rooms that states are copied into and then
+Started by a trainer, one for each tier, and given the buffers that states are copied into and then
 one message for each copy. It outlives the trainer: what it was given it finishes, and ends. Imports
 no torch.
 
 It is told, as JSON in single packets:
-    {"op": "rooms", "numbers"}  with the rooms' descriptors
-    {"op": "save", "room", "image", "described", "step", "save", "facts", ...}  `image` bytes from
-     the room's start will be the state, `described` from the next page on are its table. Either
+    {"op": "buffers", "numbers"}  with the buffers' descriptors
+    {"op": "save", "buffer", "image", "described", "step", "save", "facts", ...}  `image` bytes from
+     the buffer's start will be the state, `described` from the next page on are its table. Either
      "folder", "rank", "ranks", "share" and "shares" say where which share of it is to be written
      (in a folder of the job's run, "within" that, if the folder is not "shared"), or "holders",
      "token" and "label" whose memory keeps it, the last of which is a peer's ("run" is that run as
@@ -20,9 +20,9 @@ It is told, as JSON in single packets:
     {"op": "copied", "save", "bytes"}  so much of the state is there by now
     {"op": "not_copied", "save", "error"}  it never will be
 and says of each save, by its name: {"op": "alarm" | "durable" | "verified" | "failed" | "given_up",
-"save", ...}, and at last {"op": "done", "save"}: it needs the room no more. "verified" has "whole",
-with "path", "bytes", "stored" and "digest" of the checkpoint, where all shares of all ranks are by
-now; "failed" has "keeper", its address, where it was a holder that failed and another may not.
+"save", ...}, and at last {"op": "done", "save"}: it needs the buffer no more. "verified" has
+"whole", with "path", "bytes", "stored" and "digest" of the checkpoint, where all shares of all
+ranks are by now; "failed" has "keeper", the address of a holder that failed where another may not.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from runtime.image import CHUNK_BYTES, Damaged, Table, aligned
 log = logging.getLogger("drydock.checkpoint")
 
 PACKET_BYTES = 1 << 16
-MAX_ROOMS = 8
+MAX_BUFFERS = 8
 #: So long the shared folder is asked for the job's run where the trainer has a name for it.
 RUN_S = 5.0
 #: So many saves, one after the other, without the parts of others, until an engineer is told: some
@@ -88,8 +88,8 @@ class Writer:
 
     def __init__(self, trainer: socket.socket) -> None:
         self._trainer = trainer
-        self._rooms: dict[int, memoryview] = {}
-        self._room: int | None = None  # that of the save under way
+        self._copy_buffers: dict[int, memoryview] = {}
+        self._buffer: int | None = None  # that of the save under way
         self._keeping: dict[str, Keeping] = {}  # address -> the holder that keeps what we save
         self._objects: ObjectStore | None = None
         self._before: dict[str, Part] = {}  # folder -> the last part that was written there
@@ -129,7 +129,7 @@ class Writer:
         """What is to be done next; None if nothing will be."""
         with self._hearing:
             asked = self._hear()
-            self._room = None if asked is None else asked.get("room")
+            self._buffer = None if asked is None else asked.get("buffer")
             return asked
 
     def _outlive(self) -> None:
@@ -143,9 +143,9 @@ class Writer:
             while (asked := self._hear()) is not None:
                 left.append(asked)
             self._last_words.extend(left)
-            needed = {self._room, *(asked.get("room") for asked in left)}
-            for number in self._rooms.keys() - needed:
-                del self._rooms[number]
+            needed = {self._buffer, *(asked.get("buffer") for asked in left)}
+            for number in self._copy_buffers.keys() - needed:
+                del self._copy_buffers[number]
 
     def _hear(self) -> dict[str, Any] | None:
         """What the trainer says next about saves; None once it is gone."""
@@ -154,16 +154,16 @@ class Writer:
         while True:
             try:
                 data, ancillary, _flags, _from = self._trainer.recvmsg(
-                    PACKET_BYTES, socket.CMSG_SPACE(MAX_ROOMS * array.array("i").itemsize)
+                    PACKET_BYTES, socket.CMSG_SPACE(MAX_BUFFERS * array.array("i").itemsize)
                 )
             except ConnectionResetError:  # it died before it read all we said; what it asked stays
                 continue
             if not data:
                 return None
             asked: dict[str, Any] = json.loads(data)
-            if asked["op"] != "rooms":
+            if asked["op"] != "buffers":
                 return asked
-            self._take_rooms(asked["numbers"], ancillary)
+            self._take_buffers(asked["numbers"], ancillary)
 
     def _look(self, folder: Path, save: str) -> None:
         try:
@@ -189,14 +189,14 @@ class Writer:
             if self._flaw:
                 raise NotCopied(self._flaw)
 
-    def _take_rooms(self, numbers: list[int], ancillary: list[Any]) -> None:
-        self._rooms.clear()
+    def _take_buffers(self, numbers: list[int], ancillary: list[Any]) -> None:
+        self._copy_buffers.clear()
         for _level, _type, data in ancillary:
             descriptors = array.array("i")
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
             for number, fd in zip(numbers, descriptors, strict=True):
                 size = os.fstat(fd).st_size
-                self._rooms[number] = mapped(fd, size, writable=False)
+                self._copy_buffers[number] = mapped(fd, size, writable=False)
                 os.close(fd)
 
     def _save(self, asked: dict[str, Any]) -> None:
@@ -433,12 +433,12 @@ class Writer:
 
     def _copy(self, asked: dict[str, Any]) -> tuple[memoryview, Table]:
         """What is asked to be written. Raises Damaged if something else is in that room."""
-        room, size = self._rooms[asked["room"]], int(asked["image"])
+        buffer, size = self._copy_buffers[asked["buffer"]], int(asked["image"])
         start = aligned(size, mmap.PAGESIZE)
-        described = json.loads(bytes(room[start : start + int(asked["described"])]))
+        described = json.loads(bytes(buffer[start : start + int(asked["described"])]))
         if (described["step"], described["save"]) != (asked["step"], asked["save"]):
-            raise Damaged(f"its room holds step {described['step']}, save {described['save']}")
-        return room[:size], Table.restore(described)
+            raise Damaged(f"its buffer holds step {described['step']}, save {described['save']}")
+        return buffer[:size], Table.restore(described)
 
     def _clean(self, folder: Path, newest: Path, asked: dict[str, Any]) -> None:
         """Remove what is not needed any more. The checkpoint is safe, whatever fails here."""

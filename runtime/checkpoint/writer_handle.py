@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.rooms import Room
+from runtime.checkpoint.copy_buffers import CopyBuffer
 from runtime.checkpoint.writer import PACKET_BYTES
 from runtime.client import ENV_RANK
 from runtime.forking import keep_from_children
@@ -37,7 +37,7 @@ class WriterHandle:
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._listener: threading.Thread | None = None
-        self._generation = -1  # of the rooms that it was given
+        self._generation = -1  # of the buffers that it was given
         self._life = 0  # how many processes were started
 
     @property
@@ -54,10 +54,10 @@ class WriterHandle:
     def send(
         self,
         message: dict[str, Any],
-        rooms: tuple[int, list[Room]],
+        copy_buffers: tuple[int, list[CopyBuffer]],
         stamp: Callable[[int], None] | None = None,
     ) -> None:
-        """Send one message, and before it the rooms (see `Rooms.there`) if it was not given
+        """Send one message, and before it the buffers (see `CopyBuffers.there`) if it was not given
         these yet. `stamp` is told before that which life of the writer it goes to.
 
         Raises OSError if it cannot be started, or dies meanwhile.
@@ -67,11 +67,11 @@ class WriterHandle:
             if stamp is not None:
                 stamp(self._life)
             try:
-                generation, there = rooms
+                generation, there = copy_buffers
                 if self._generation != generation:
-                    descriptors = array.array("i", [room.fd for room in there])
+                    descriptors = array.array("i", [buffer.fd for buffer in there])
                     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
-                    given = {"op": "rooms", "numbers": [room.number for room in there]}
+                    given = {"op": "buffers", "numbers": [buffer.number for buffer in there]}
                     connection.sendmsg([json.dumps(given).encode()], rights)
                     self._generation = generation
                 data = json.dumps(message).encode()

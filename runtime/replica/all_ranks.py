@@ -1,4 +1,4 @@
-"""What membership decides for a replica, done by all its ranks at once."""
+"""Carries out on all ranks of a replica at once what membership decides for it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Hashed:
     parts: dict[int, str] = field(default_factory=dict)  # by rank
 
 
-class Together:
+class AllRanks:
     """Implements `membership.Trainer` on a replica's first rank.
 
     A step is committed once all ranks have the sum of their parts, a state is held once all hold
@@ -97,10 +97,10 @@ class Together:
         self._told_late = False
         #: tier -> step -> by rank
         self._saved: dict[str, dict[int, dict[int, CheckpointSaved]]] = {}
-        self._common: dict[str, int] = {}  # see `Delivery.common`
+        self._common: dict[str, int] = {}  # see `Dispatcher.common`
         self.loaded = False  # see `membership.Trainer`
-        rank.saver.delivery.on_saved = functools.partial(self.saved, 0)
-        rank.saver.delivery.on_shared_failed = self.shared_failed
+        rank.saver.dispatcher.on_saved = functools.partial(self.saved, 0)
+        rank.saver.dispatcher.on_shared_failed = self.shared_failed
         rank.on_hashed = functools.partial(self.hashed, rank=0)
         siblings.on_failed = self._failed_beside
 

@@ -22,13 +22,13 @@ from runtime.replica.comparing import tell_difference
 from runtime.replica.connection import Peer
 from runtime.replica.epochs import ABSENT_BROKEN_S, Epochs
 from runtime.replica.keeper import Keeper
-from runtime.replica.listening import TICK_S, options, run
-from runtime.replica.places import MustEnd
 from runtime.replica.plan import Report
 from runtime.replica.proving import Difference
 from runtime.replica.record import RecordFile, StaleEpoch, Unusable, hold_alone
 from runtime.replica.roster import FROZEN_S
+from runtime.replica.server import TICK_S, options, run
 from runtime.replica.shape import misfit
+from runtime.replica.succession import Superseded
 
 log = logging.getLogger("drydock.coordinator")
 
@@ -63,7 +63,7 @@ class Asked:
 class Coordinator(Epochs):
     """The coordinator's decisions, driven by the messages of replicas and agents and by `tick`.
 
-    It has no thread of its own; `listening` calls it.
+    It has no thread of its own; `server` calls it.
     """
 
     # --- connections ----------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Coordinator(Epochs):
             holder = self.peers.get(int(first["replica"]))
             promoted = holder if holder is not None and holder.promoted else None
             if promoted and promoted.placement != first["placement"] and not first["standby"]:
-                return MustEnd(
+                return Superseded(
                     f"{promoted.placement}, which stood by, has taken the place of replica "
                     f"{promoted.replica}: this process must end"
                 )
@@ -151,7 +151,7 @@ class Coordinator(Epochs):
         remedy = "give each job an id of its own (DRYDOCK_JOB), or end that process first"
         if holder.placement == placement:
             remedy = PLACEMENT_REMEDY
-        return MustEnd(
+        return Superseded(
             f"replica {replica} of {self.record.job} lives, as {holder.placement}: {remedy}"
         )
 

@@ -38,8 +38,8 @@ class Follower:
         self._shape = shape
         self._leave_job = leave
         self._abandon = abandon
-        rank.saver.delivery.on_saved = self._say_saved
-        rank.saver.delivery.on_shared_failed = self._say_shared_failed
+        rank.saver.dispatcher.on_saved = self._say_saved
+        rank.saver.dispatcher.on_shared_failed = self._say_shared_failed
         self._left = threading.Event()
         self._passed_on: set[str] = set()  # of our wishes to end, to the first rank
 

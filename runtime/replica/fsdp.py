@@ -1,4 +1,4 @@
-"""A model divided among the ranks of its replica by `fully_shard`: each rank's own part of it.
+"""A model sharded among the ranks of its replica by FSDP2's `fully_shard`: each rank's own part.
 
 Everything else in the runtime sees the parts, as plain tensors. A model that is whole on each rank
 is one part.
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 _ADDRESS_BYTES = 64
 
 
-class Division:
+class ShardGroup:
     """Over which ranks one replica's model is divided, and what they tell each other."""
 
     def __init__(self, model: torch.nn.Module, rank: int) -> None:
         self.rank = rank
-        meshes = [p.device_mesh for p in model.parameters() if is_divided(p)]
+        meshes = [p.device_mesh for p in model.parameters() if is_sharded(p)]
         self._mesh: DeviceMesh | None = meshes[0] if meshes else None
         #: those that put their weights together for forward
         self._modules = [*_putting_together(model)] if meshes else []
@@ -83,13 +83,13 @@ class Division:
         return given
 
     def _cut(self, whole: torch.Tensor, like: object) -> torch.Tensor:
-        if self._mesh is None or is_divided(whole) or not is_divided(like):
+        if self._mesh is None or is_sharded(whole) or not is_sharded(like):
             return whole
         if whole.shape != like.shape:
             return whole
         dim: int = like.placements[0].dim  # type: ignore[attr-defined]
         low, high = span(whole.shape[dim], self.rank, self._mesh.size())
-        return as_part(whole.narrow(dim, low, high - low).contiguous(), like)
+        return as_shard(whole.narrow(dim, low, high - low).contiguous(), like)
 
     def _whole(self, value: Any) -> Any:
         if not is_part(value):
@@ -119,19 +119,19 @@ def _putting_together(model: torch.nn.Module) -> Iterator[FSDPModule]:
 
 
 def _described(value: Any) -> Any:
-    if not is_divided(value):
+    if not is_sharded(value):
         return value
     (placement,) = value.placements
     dim: int = placement.dim  # type: ignore[attr-defined]  # any other kind was refused at first
     of = {"shape": [*value.shape], "stride": [*value.stride()], "dim": dim}
-    return {MARK: of, "part": part_of(value)}
+    return {MARK: of, "part": shard_of(value)}
 
 
 #: What is surely not divided. Asked for first, for this is asked of each parameter in each step.
 _WHOLE = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_divided(tensor: object) -> TypeGuard[DTensor]:
+def is_sharded(tensor: object) -> TypeGuard[DTensor]:
     """Whether this is a tensor of which each rank holds a part."""
     if type(tensor) in _WHOLE:
         return False
@@ -139,14 +139,14 @@ def is_divided(tensor: object) -> TypeGuard[DTensor]:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def part_of(tensor: torch.Tensor) -> torch.Tensor:
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of it, in place."""
-    return tensor._local_tensor if is_divided(tensor) else tensor
+    return tensor._local_tensor if is_sharded(tensor) else tensor
 
 
-def as_part(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def as_shard(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor divided as `like` is, of which this rank holds `part`, in place."""
-    if not is_divided(like):
+    if not is_sharded(like):
         return part
     return type(like).from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape,

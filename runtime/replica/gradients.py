@@ -19,7 +19,7 @@ from torch.nn.utils import get_total_norm
 
 from runtime.ledger import Summed
 from runtime.replica.buffers import BufferPool
-from runtime.replica.division import as_part, part_of
+from runtime.replica.fsdp import as_shard, shard_of
 from runtime.replica.tree import Branch, branches_of, collapse
 
 
@@ -90,7 +90,7 @@ class Gradients:
         """`statistics`: so many numbers behind the gradients are summed with them."""
         self.parameters = [p for p in parameters if p.requires_grad]
         self.shards = shards
-        self._sizes = [part_of(p).numel() for p in self.parameters]
+        self._sizes = [shard_of(p).numel() for p in self.parameters]
         self.gradient_size = sum(self._sizes)
         self.size = self.gradient_size + statistics
         for parameter in self.parameters:
@@ -99,7 +99,7 @@ class Gradients:
                     f"a parameter is {parameter.dtype}; keep float32 parameters and use autocast"
                 )
         #: where the parameters are, and what is summed
-        self.device = next((part_of(p).device for p in self.parameters), torch.device("cpu"))
+        self.device = next((shard_of(p).device for p in self.parameters), torch.device("cpu"))
         self.statistics = torch.zeros(statistics, device=self.device)
         self.pool = BufferPool(self.device)
         self.held: set[int] = set()  # shards whose gradient is summed here
@@ -139,12 +139,12 @@ class Gradients:
                 continue
             self.touched[place] = 1.0
             if before is not None and _is_watched(parameter):
-                part_of(before).add_(part_of(given))
+                shard_of(before).add_(shard_of(given))
             elif given.is_sparse:
                 self._taken[place] = given.to_dense()
             else:
                 # autograd may hand the same memory to two parameters of which a sum was made
-                address = part_of(given).data_ptr()
+                address = shard_of(given).data_ptr()
                 self._taken[place] = given.clone() if address in seen else given
                 seen.add(address)
 
@@ -222,8 +222,8 @@ class Gradients:
                 continue
             given = self._taken[place]
             if given is None:
-                given = as_part(torch.empty_like(part_of(parameter)), parameter)
-            into = part_of(given)
+                given = as_shard(torch.empty_like(shard_of(parameter)), parameter)
+            into = shard_of(given)
             torch.mul(part.view_as(into), times * clipped, out=into)
             parameter.grad = given
         torch.mul(reduced[self.gradient_size : self.size], times, out=self.statistics)
@@ -232,7 +232,7 @@ class Gradients:
         """What was taken of each parameter's gradient, flat; zeros where backward did not come."""
         nothing = torch.zeros(1, device=self.device)
         return [
-            nothing.expand(size) if given is None else part_of(given).reshape(-1)
+            nothing.expand(size) if given is None else shard_of(given).reshape(-1)
             for given, size in zip(self._taken, self._sizes, strict=True)
         ]
 

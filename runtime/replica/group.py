@@ -19,8 +19,8 @@ from runtime.data import NOT_IN_MEMORY, Batches, Shard
 from runtime.forking import take_signal
 from runtime.job import Job
 from runtime.replica import observing
-from runtime.replica.division import Division
 from runtime.replica.follower import Follower
+from runtime.replica.fsdp import ShardGroup
 from runtime.replica.heap import keep_freed_memory
 from runtime.replica.leader import BECAUSE, Leader
 from runtime.replica.nccl import group_for
@@ -144,12 +144,12 @@ class ReplicaGroup:
         if not any(parameter.is_cuda for parameter in model.parameters()):
             keep_freed_memory()
         batches.open(job.trouble, job.rank, job.ranks)
-        division = Division(model, job.rank)
+        shard_group = ShardGroup(model, job.rank)
         self.state = TrainingState(
             model,
             optimizers,
             batches,
-            division,
+            shard_group,
             schedules=schedules,
             scaler=scaler,
             ema=ema,
@@ -160,7 +160,7 @@ class ReplicaGroup:
         host = _own_host(job)
         gloo = group_for(model, host, job.rank)
         self._engine = StepEngine(
-            self.state, gloo, self._observer, division, mode=mode, max_grad_norm=max_grad_norm
+            self.state, gloo, self._observer, shard_group, mode=mode, max_grad_norm=max_grad_norm
         )
         helpers = helpers_of(schedules, scaler, ema, extra)
         numerics = numerics_of(mode, model)
@@ -180,7 +180,7 @@ class ReplicaGroup:
         )  # fmt: skip
         self._loop: Loop
         if job.rank:
-            first = division.agree("")
+            first = shard_group.agree("")
             self._loop = Follower(
                 self._rank, first, shape_of_ranks, leave=self._leave, abandon=self._abandon
             )
@@ -197,7 +197,7 @@ class ReplicaGroup:
                 leave=self._leave,
                 abandon=self._abandon,
             )
-            division.agree(self._loop.address)
+            shard_group.agree(self._loop.address)
 
     def __enter__(self) -> Self:
         self._begun = True

@@ -18,6 +18,7 @@ from typing import Any
 from runtime.checkpoint.tiers import TIERS, TierName
 from runtime.client import TOLD_TO_END, Because, CheckpointSaved
 from runtime.data import Shard
+from runtime.replica.all_ranks import HASHED_FOR, AllRanks
 from runtime.replica.gradients import Tail, Wishes
 from runtime.replica.link import STILL_AWAY_S, Link, Refused
 from runtime.replica.membership import REJOINS, Severed, Silent
@@ -26,7 +27,6 @@ from runtime.replica.reporting import Committed, Reporter
 from runtime.replica.siblings import Sibling, Siblings
 from runtime.replica.step import NotWhole
 from runtime.replica.stragglers import Stragglers
-from runtime.replica.together import HASHED_FOR, Together
 
 log = logging.getLogger("drydock.replica")
 
@@ -63,7 +63,7 @@ class Leader:
     ) -> None:
         """`shape`: what must be alike on all replicas, `shape_of_ranks`: on all ranks of ours.
         `steps` ends the job. `compare_every`:
-        see `Together`; `straggler_after_s`: see `Stragglers`. `leave`: ends this process's part in
+        see `AllRanks`; `straggler_after_s`: see `Stragglers`. `leave`: ends this process's part in
         it; `abandon`: at once, for a rank is gone."""
         self.job = job = rank.job
         self.rank = rank
@@ -92,7 +92,7 @@ class Leader:
             lambda lost: abandon(f"rank {lost} of this replica is gone"),
             shape_of_ranks,
         )
-        self.together = Together(rank, self.siblings, reporter, compare_every=compare_every)
+        self.together = AllRanks(rank, self.siblings, reporter, compare_every=compare_every)
         self.member = self.together.member
         self.link.trains = lambda: self.member.epoch > 0
         self.link.on_strange = lambda why: job.trouble("coordinator_refuses", why)

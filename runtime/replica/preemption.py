@@ -59,12 +59,12 @@ def in_time(
 def usual_s_in(saver: Checkpointer, tiers: Collection[TierName]) -> dict[TierName, float | None]:
     """How long a save usually takes in those of these tiers that neither fail nor hang now; in all
     of them, if none is well."""
-    unwell = saver.delivery.unwell()
+    unwell = saver.dispatcher.unwell()
     usual_s = {one: saver.tiers[one].pace.alone_s for one in tiers}
     well = {
         one: seconds
         for one, seconds in usual_s.items()
-        if one not in unwell and not hangs(saver.delivery.under_way_s(one), seconds)
+        if one not in unwell and not hangs(saver.dispatcher.under_way_s(one), seconds)
     }
     return well or usual_s
 

@@ -157,7 +157,7 @@ class Rank:
         self.stalls = Stalls(job.trouble, stalled_after_s)
         self.preemption = Preemption(job.grace_s, self._save_takes_s, self.save_aside)
         self._copies: list[Copying] = []  # under way, for newcomers and checkpoints
-        #: for the next copy for newcomers if all rooms are in use, once it was asked for
+        #: for the next copy for newcomers if all copy buffers are in use, once it was asked for
         self._spare_room: Future[memoryview | None] | None = None
 
     @property
@@ -222,7 +222,7 @@ class Rank:
                 staged = sources.read(name, tier, rank, progress=go_on)
                 self._read, digest = state_of(staged), staged.digest
                 self._read_as = staged.table
-                if ranks == 1 and not self.state.division.divided and has_parts(self._read):
+                if ranks == 1 and not self.state.shard_group.divided and has_parts(self._read):
                     # It was divided among as many as one.
                     self._read, digest = resharded(lambda _rank: staged, 1, 0, 1), ""
                 if "ledger" not in self._read:  # weights alone, that another tool made
@@ -380,7 +380,7 @@ class Rank:
         """Take up an epoch whose state is held: who computes what."""
         self._stopped, self._followed = None, queue.SimpleQueue()
         began = grant.get("began") or {}
-        self.saver.delivery.began = began if "first" in began else {}  # an older coordinator's
+        self.saver.dispatcher.began = began if "first" in began else {}  # an older coordinator's
         self.engine.enter(int(grant["epoch"]), self.replica, self._members, grant)
         log.info("entered epoch=%s members=%s", grant["epoch"], self._members)
         self.observer.granted(grant)
@@ -447,12 +447,12 @@ class Rank:
     @order
     def look(self, *, save: str) -> None:
         """One whose name begins so was written to the folder of all; see whether we see it."""
-        self.saver.delivery.look(save)
+        self.saver.dispatcher.look(save)
 
     @order
     def forgive(self, *, told: bool) -> None:
-        """Not even one alone could write to the folder of all; see `Delivery.forgive`."""
-        self.saver.delivery.forgive(told=told)
+        """Not even one alone could write to the folder of all; see `Dispatcher.forgive`."""
+        self.saver.dispatcher.forgive(told=told)
 
     @order
     def ready(self, *, tiers: list[TierName]) -> list[TierName]:
@@ -475,8 +475,8 @@ class Rank:
         last: bool,
         common: dict[TierName, int],
     ) -> None:
-        """Begin a copy of our part, for the writer. `common`: see `Delivery.common`."""
-        self.saver.delivery.common = common
+        """Begin a copy of our part, for the writer. `common`: see `Dispatcher.common`."""
+        self.saver.dispatcher.common = common
         if last:
             self.preemption.edge()
         ours, shares = share
@@ -487,7 +487,7 @@ class Rank:
         """The same, in the middle of anything, on a thread of its own: to the tiers that will be
         durable before we are killed. All ranks of a replica do it each for itself. It fails while
         the script has other weights in the model."""
-        self.saver.rooms.await_free(FINISH_S)  # before the lock: an edge may come meanwhile
+        self.saver.copy_buffers.await_free(FINISH_S)  # before the lock: an edge may come meanwhile
         with self._changing:
             leads_nowhere = self.losses.lost or self.state.spoilt
             if self._torn or self.preemption.is_over() or leads_nowhere:
@@ -536,33 +536,33 @@ class Rank:
     def make_room(self) -> None:
         """Begin to make memory for a copy for newcomers, unless there is some: never at the price
         of waiting for a store that takes no checkpoint."""
-        rooms = self.saver.rooms
+        copy_buffers = self.saver.copy_buffers
         if self.has_room() or self._spare_room is not None:
             return
         try:
             size = self.state.size()
         except Exception:  # so does the copy, which tells why
             size = 0
-        if rooms.made() or not rooms.prepare(size):
+        if copy_buffers.made() or not copy_buffers.prepare(size):
             self._make_spare_room(size)
 
     def _make_spare_room(self, size: int) -> None:
         if self.has_room() or self._spare_room is not None:
             return
-        room: Future[memoryview | None] = Future()
+        buffer: Future[memoryview | None] = Future()
         try:
             threading.Thread(
-                target=self._touch, args=(room, size), name="drydock-room", daemon=True
+                target=self._touch, args=(buffer, size), name="drydock-copy", daemon=True
             ).start()
         except RuntimeError as error:  # no more threads: a later step tries again
             log.warning("no_room_made error=%s", error)
         else:
-            self._spare_room = room
+            self._spare_room = buffer
 
     def has_room(self) -> bool:
         """Whether there is memory for a copy."""
         spare = self._spare_room
-        return self.saver.rooms.any_free() or (spare is not None and spare.done())
+        return self.saver.copy_buffers.any_free() or (spare is not None and spare.done())
 
     @order
     def stage(self) -> None:
@@ -594,10 +594,10 @@ class Rank:
         self, begin: Callable[[memoryview | None], Copying]
     ) -> tuple[Copying, Callable[[], None]]:
         """In a room that is free, or other memory; and what to call once that is not used."""
-        room = self.saver.rooms.take()
+        buffer = self.saver.copy_buffers.take()
         memory, gone = self._spare(), _nothing
-        if room is not None:
-            memory, gone = room.memory, partial(self.saver.rooms.give_back, room)
+        if buffer is not None:
+            memory, gone = buffer.memory, partial(self.saver.copy_buffers.give_back, buffer)
         try:
             copying = begin(memory)
         except TooSmall:  # an optimizer made its state since
@@ -613,22 +613,22 @@ class Rank:
     def has_room_to_compare(self, *, late: bool) -> bool:
         """Whether there is memory for a copy, and for a checkpoint beside it, which is to wait only
         if the comparison is `late`."""
-        rooms = self.saver.rooms
-        return rooms.all_free() or (late and rooms.any_free())
+        copy_buffers = self.saver.copy_buffers
+        return copy_buffers.all_free() or (late and copy_buffers.any_free())
 
     @order
     def compare(self) -> str:
         """At an edge: hash a copy of our part, to be compared with the other replicas', and say
         so. Why that cannot be, in words; "" if it can."""
-        if (room := self.saver.rooms.take()) is None:
+        if (buffer := self.saver.copy_buffers.take()) is None:
             return "another copy has just taken the memory"
         try:
-            copying = self.state.begin_comparison(room.memory)
+            copying = self.state.begin_comparison(buffer.memory)
         except Exception as error:  # no comparison is worth the training
-            self.saver.rooms.give_back(room)
+            self.saver.copy_buffers.give_back(buffer)
             return f"no copy could be made: {error!r}"
         self._copies.append(copying)
-        gone = partial(self.saver.rooms.give_back, room)
+        gone = partial(self.saver.copy_buffers.give_back, buffer)
         in_background("drydock-compare", partial(self._hash, "compared", copying, gone))
         return ""
 
@@ -681,10 +681,10 @@ class Rank:
         spare, self._spare_room = self._spare_room, None
         return spare.result() if spare is not None and spare.done() else None
 
-    def _touch(self, room: Future[memoryview | None], size: int) -> None:
+    def _touch(self, buffer: Future[memoryview | None], size: int) -> None:
         lower_priority()
         try:
-            room.set_result(touched(size))
+            buffer.set_result(touched(size))
         except (MemoryError, OSError, RuntimeError) as error:  # by whoever was asked for it
             self.job.trouble(
                 "no_room_for_newcomers",
@@ -692,7 +692,7 @@ class Rank:
                 f"had: {error!r}; training goes on, and it is tried again: free memory on this "
                 "node, or raise its limit",
             )
-            room.set_result(None)
+            buffer.set_result(None)
 
     def _say_hashed(self, op: str, step: int, digest: str) -> None:
         self.link.say(op, step=step, digest=digest)

@@ -17,12 +17,12 @@ from runtime.replica.admission import Admission
 from runtime.replica.claims import Claims
 from runtime.replica.comparing import Comparison
 from runtime.replica.connection import Peer
-from runtime.replica.listening import LEASE_S, PEER_SILENT_S
-from runtime.replica.places import Places
 from runtime.replica.proving import Proofs
 from runtime.replica.reach import Doubt
 from runtime.replica.record import Record, RecordFile, StaleEpoch
 from runtime.replica.rendezvous import Rendezvous
+from runtime.replica.server import LEASE_S, PEER_SILENT_S
+from runtime.replica.succession import Succession
 
 log = logging.getLogger("drydock.coordinator")
 
@@ -63,7 +63,7 @@ class Roster(ABC):
         self.peers: dict[int, Peer] = {}
         #: the members of the current epoch that are not known to be gone
         self.alive: dict[int, str] = dict(self.record.members)
-        self.places = Places(self.record)
+        self.places = Succession(self.record)
         self.claims = Claims(any_claim=any_claim)
         self.admission = Admission()
         self.proofs = Proofs()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.replica.connection import Peer, read_line
 from runtime.replica.network import address_of
-from runtime.replica.places import MustEnd
+from runtime.replica.succession import Superseded
 
 if TYPE_CHECKING:
     from runtime.replica.coordinator import Coordinator
@@ -166,7 +166,7 @@ async def serve(
         else:
             refusal = coordinator.refusal(first)
         if refusal:
-            told = {"ok": False, "error": refusal, "must_end": isinstance(refusal, MustEnd)}
+            told = {"ok": False, "error": refusal, "must_end": isinstance(refusal, Superseded)}
             writer.write(json.dumps(told).encode() + b"\n")
         elif first["op"] == "join":
             peer = coordinator.join(first, writer)
@@ -177,6 +177,9 @@ async def serve(
             writer.write(json.dumps(coordinator.answer(first)).encode() + b"\n")
     except (OSError, ValueError, KeyError, asyncio.LimitOverrunError) as error:
         log.warning("connection_failed error=%r", error)
+    except (TypeError, AttributeError) as error:
+        # A message of another shape, or a fault of ours: the traceback tells which.
+        log.warning("connection_failed error=%r", error, exc_info=True)
     except asyncio.CancelledError:
         peer = None  # it is we who end, not the peer
         raise

@@ -19,7 +19,7 @@ from runtime.checkpoint.resharding import replaced
 from runtime.data import Batches
 from runtime.image import Staged, Table
 from runtime.ledger import SampleLedger, Summed
-from runtime.replica.division import Division, part_of
+from runtime.replica.fsdp import ShardGroup, shard_of
 from runtime.replica.optimizers import groups_of, in_words, other_kind
 from runtime.replica.statistics import RunningStatistics
 from runtime.snapshot import (
@@ -75,7 +75,7 @@ class TrainingState:
         model: torch.nn.Module,
         optimizers: Sequence[Steps],
         batches: Batches,
-        division: Division | None = None,
+        shard_group: ShardGroup | None = None,
         *,
         schedules: Sequence[Steps] = (),
         scaler: torch.amp.GradScaler | None = None,
@@ -88,7 +88,7 @@ class TrainingState:
         #: whose gradients are summed: by what they are now, whatever a loop freezes later
         self._trained_weights = [one for one in model.parameters() if one.requires_grad]
         self._frozen_weights = [one for one in model.parameters() if not one.requires_grad]
-        self.division = division or Division(model, 0)
+        self.shard_group = shard_group or ShardGroup(model, 0)
         self.statistics = RunningStatistics(model)
         self.optimizers = list(optimizers)
         self.batches = batches
@@ -112,7 +112,7 @@ class TrainingState:
         #: a trained weight is no number any more
         self.spoilt = False
         _none, self._infinite = self._odd_weights()  # a script may have made it so
-        devices = {part_of(one).device for one in model.parameters()}
+        devices = {shard_of(one).device for one in model.parameters()}
         self._card = next((one for one in devices if one.type == "cuda"), None)
         #: of that card: each thread has a current one, and a script may train on another
         self._stream: torch.cuda.Stream | None = None
@@ -164,7 +164,7 @@ class TrainingState:
 
     def _odd_weights(self) -> tuple[int, int]:
         """How many elements of trained weights are no numbers, and how many are infinite."""
-        weights = [part_of(one).detach() for one in self._trained_weights]
+        weights = [shard_of(one).detach() for one in self._trained_weights]
         none = sum(int(torch.isnan(one).sum()) for one in weights)
         return none, sum(int(torch.isinf(one).sum()) for one in weights)
 
@@ -182,7 +182,7 @@ class TrainingState:
         lets the optimizers step: the same everywhere, for all members hold the same gradients."""
         if self.scaler is not None:
             # It makes its scale when it first scales; a newcomer applies steps before that.
-            device = part_of(next(self.model.parameters())).device
+            device = shard_of(next(self.model.parameters())).device
             self.scaler.scale(torch.zeros((), device=device))
             for optimizer in self._with_gradients():
                 self.scaler.unscale_(optimizer)  # type: ignore[arg-type]  # typed as torch's own
@@ -232,7 +232,7 @@ class TrainingState:
         `shard` -1 is the edge after the committed step.
         """
         given = (self.batches.seed, self.committed + 1, shard + 1)
-        rank = self.division.rank  # of several, each has samples of its own
+        rank = self.shard_group.rank  # of several, each has samples of its own
         mixed = hash((*given, rank) if rank else given) & 0x7FFF_FFFF_FFFF_FFFF
         torch.default_generator.manual_seed(mixed)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -298,7 +298,7 @@ class TrainingState:
     def _some_weights(self) -> list[torch.Tensor]:
         """A few elements of some weights, all over the model, as numbers that are none are alike
         too: what is put in the place of all shows in these, however it is written."""
-        parts = (part_of(one).detach() for one in self._looked_at)
+        parts = (shard_of(one).detach() for one in self._looked_at)
         return [sample_of(one).view(torch.uint8) for one in parts if one.is_contiguous()]
 
     def size(self) -> int:
@@ -324,7 +324,7 @@ class TrainingState:
     def restore(self, given: Any) -> None:
         """Put back what was copied, as a nested state. What is whole there and divided here is cut.
         Raises ValueError if it belongs to other data, or to another model or optimizer."""
-        state = self.division.put_together(given)
+        state = self.shard_group.put_together(given)
         alone = "batches" not in state  # weights, that another tool made: the job begins
         if alone:
             state = {**state, "model": with_tied(state["model"], self.model)}
@@ -370,9 +370,9 @@ class TrainingState:
 
     def _cut(self, state: dict[str, Any]) -> dict[str, Any]:
         """As this model is divided, where a state is of one that was not."""
-        if not self.division.divided:
+        if not self.shard_group.divided:
             return state
-        cut = self.division.cut_as
+        cut = self.shard_group.cut_as
         optimizers = dict(state.get("optimizers", {}))
         for key in optimizers.keys() & self._parts()["optimizers"].keys():
             optimizer = self.optimizers[int(key)]
@@ -388,7 +388,7 @@ class TrainingState:
 
     def _note_parts(self) -> None:
         """Which are changed in place from now on."""
-        if self.division.divided and self._parts_at_edge is None:
+        if self.shard_group.divided and self._parts_at_edge is None:
             self._parts_at_edge = (self.model.state_dict(), self._due())
 
     def _note_stream(self) -> None:
@@ -441,7 +441,7 @@ class TrainingState:
         }
         return {
             "step": self.committed,
-            **self.division.taken_apart(trained),
+            **self.shard_group.taken_apart(trained),
             "batches": self.batches.state_dict(),
             **({} if self._data is None else {"data": self._data}),
         }
@@ -459,7 +459,7 @@ class TrainingState:
 
 def places_of(weights: Iterable[torch.Tensor]) -> set[int]:
     """Where in memory they begin."""
-    return {part_of(one).data_ptr() for one in weights}
+    return {shard_of(one).data_ptr() for one in weights}
 
 
 def with_tied(weights: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
@@ -584,7 +584,7 @@ class Steadiness:
         """The places of those that at least one step has left alone, and none has changed."""
         steady: set[int] = set()
         for weight in self._model.parameters():
-            place = part_of(weight).data_ptr()
+            place = shard_of(weight).data_ptr()
             mark = None if weight.requires_grad else mark_of(weight)
             if mark is None:
                 self._seen.pop(place, None)

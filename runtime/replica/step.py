@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from runtime.data import Batches, Shard
-from runtime.replica.division import Division
+from runtime.replica.fsdp import ShardGroup
 from runtime.replica.gradients import Gradients, Tail, TreeGradients, Wishes
 from runtime.replica.membership import Severed
 from runtime.replica.nccl import EpochGroup
@@ -53,7 +53,7 @@ class StepEngine:
         state: TrainingState,
         gloo: EpochGroup,
         observer: Observer,
-        division: Division,
+        shard_group: ShardGroup,
         *,
         mode: Mode,
         max_grad_norm: float | None,
@@ -64,7 +64,7 @@ class StepEngine:
         self.observer = observer
         # A hook for nobody would cost its time.
         self._watched = getattr(observer.at, "__func__", None) is not Observer.at
-        self.division = division
+        self.shard_group = shard_group
         self.mode = mode
         self.max_grad_norm = max_grad_norm
         kind = TreeGradients if mode == "reproducible" else Gradients
@@ -207,7 +207,7 @@ class StepEngine:
     def reduce(self, wishes: Wishes) -> tuple[Reduced, Tail]:
         """The step's sum over all members. Raises Severed, and RuntimeError if it would lack what
         the script trains or gave a gradient, or the script has done what is left to the step."""
-        self.division.take_apart()
+        self.shard_group.take_apart()
         if flaw := self.trained.flaw() or self.state.flaw() or self.trained.not_given():
             raise RuntimeError(flaw)
         if self.gloo.broken(self.epoch):
@@ -220,12 +220,12 @@ class StepEngine:
     def apply(self, reduced: Reduced, tail: Tail) -> Applied:
         """Commit one reduced gradient: our own, or one handed over by a peer."""
         self.observer.at("apply", reduced.step)
-        self.division.take_apart()
+        self.shard_group.take_apart()
         summed = sum(count > 0 for count in tail.coverage)
         times = len(tail.coverage) / summed  # if shards were dropped, the mean of what is there
         length = self.gradients.norm(reduced.buffer) * times / self.state.loss_scale
         losses = tail.loss * tail.samples if tail.samples else 0.0
-        ranks = self.division.gather([length, losses, tail.samples])
+        ranks = self.shard_group.gather([length, losses, tail.samples])
         norms, losses_of, samples_of = zip(*ranks, strict=True)
         norm = math.hypot(*norms)
         clipped = 1.0

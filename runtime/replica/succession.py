@@ -1,4 +1,4 @@
-"""Whose place a replica's number is: that of the newest start that was let in, for good.
+"""Which process holds a replica's number: the newest start that was let in, for good.
 
 A process that was stopped or cut off may wake after its successor was started; it must never take
 the place back. Standard library only.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from runtime.replica.record import Record
 
 
-class MustEnd(str):
+class Superseded(str):
     """Why a process may not join, and never will: another has its place."""
 
     __slots__ = ()
@@ -18,7 +18,7 @@ class MustEnd(str):
 MAX_SUPERSEDED = 256  # processes older than that many restarts have long ended
 
 
-class Places:
+class Succession:
     """Who last held each number, and the placements that may never come back."""
 
     def __init__(self, record: Record) -> None:
@@ -33,7 +33,7 @@ class Places:
         holder = self.holders.get(replica, placement)
         if placement in self.superseded or (was_member and holder != placement):
             by = "another start" if holder == placement else holder  # which nobody remembers
-            return MustEnd(f"{placement} was replaced by {by}: this process must end")
+            return Superseded(f"{placement} was replaced by {by}: this process must end")
         return ""
 
     def take(self, replica: int, placement: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from runtime.replica.division import is_divided, part_of
+from runtime.replica.fsdp import is_sharded, shard_of
 from runtime.replica.optimizers import groups_of
 
 _DRIFT = (
@@ -56,7 +56,7 @@ class Trained:
         self._at_first = [*model.parameters()]  # kept, so that nothing else ever has their ids
         self._summed = {id(one) for one in self._at_first if one.requires_grad}
         self._counted = [one for one in self._at_first if not one.is_inference()]
-        self._divided = any(map(is_divided, self._counted))
+        self._divided = any(map(is_sharded, self._counted))
         self._before: list[int] | None = None
         self._at_edge: list[int] | None = None
         self._told = False
@@ -133,7 +133,7 @@ class Trained:
 
     def _changes(self) -> list[int]:
         """How often each weight was changed in place."""
-        parts = map(part_of, self._counted) if self._divided else self._counted
+        parts = map(shard_of, self._counted) if self._divided else self._counted
         return [one._version for one in parts]
 
     def _note(self) -> None:
@@ -172,7 +172,7 @@ def stranger(model: torch.nn.Module, optimizers: Sequence[Any]) -> str:
 
 
 def _is_any(gradient: torch.Tensor) -> bool:
-    return gradient.is_sparse or bool(part_of(gradient).any())
+    return gradient.is_sparse or bool(shard_of(gradient).any())
 
 
 def _sizes_of(optimizer: Any) -> list[int]:

@@ -1,4 +1,4 @@
-"""The checkpoint holder of a node, with the hand of the runner in it.
+"""The checkpoint holder of a node, with the injector of the runner in it.
 
 It may be struck while it is given a state or gives one. It ends with the runner, whoever started
 it. Ranks learn of it through DRYDOCK_CHECKPOINT_HOLDER. Imports no torch.
@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime.checkpoint import holder
 from runtime.client import ENV_REPLICA
-from runtime.torture.hand import ENV_FOLDER, Hand, around
+from runtime.torture.injector import ENV_FOLDER, Injector, around
 from runtime.torture.kinds import RECALL, RECEIVE
 
 MODULE = "runtime.torture.holder"  # under whatever name it was imported
@@ -26,19 +26,19 @@ BEGINNINGS = {RECEIVE: "receive_chunk", RECALL: "send_chunk"}
 
 
 def main() -> None:
-    """Run the checkpoint holder with the hand in it, until the runner ends."""
+    """Run the checkpoint holder with the injector in it, until the runner ends."""
     threading.Thread(target=end_with, args=(int(os.environ[ENV_RUNNER]),), daemon=True).start()
-    ours = Hand(Path(os.environ[ENV_FOLDER]), name_of(int(os.environ[ENV_REPLICA])), 0)
+    ours = Injector(Path(os.environ[ENV_FOLDER]), name_of(int(os.environ[ENV_REPLICA])), 0)
     for phase, name in BEGINNINGS.items():
         come_to(ours, phase, name)
     holder.main()
 
 
-def come_to(hand: Hand, phase: str, name: str) -> None:
-    """Have the hand come to `phase` whenever the holder's function `name` begins."""
+def come_to(injector: Injector, phase: str, name: str) -> None:
+    """Have the injector come to `phase` whenever the holder's function `name` begins."""
 
     def begin(inner: Callable[..., Any], *given: Any) -> Any:
-        hand.at(phase)
+        injector.at(phase)
         return inner(*given)
 
     around(holder, name, begin)

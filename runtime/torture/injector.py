@@ -1,11 +1,11 @@
-"""The hand of the runner in one process of a job.
+"""The runner's fault injector in one process of a job.
 
 It strikes when it is ordered to, and writes down what the process passes through. A blow that is
 aimed at a phase of the training falls in that phase. The training goes on meanwhile, but not beyond
 the end of the phase until the blow has fallen.
 
-The hand talks to the runner through files alone, so that a process whose connections are broken is
-still told and heard. Imports no torch: a checkpoint's writer has none.
+It talks to the runner through files alone, so that a process whose connections are broken is still
+told and heard. Imports no torch: a checkpoint's writer has none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BETWEEN = "between"
 SOONEST_S = 1e-4  # what is to come sooner than that comes at once
 
 
-class Hand:
+class Injector:
     """What watches and strikes in one process: a rank, or one of a rank's writers.
 
     `phase` is the phase of the training that this process is in; "" if the process does not train.
@@ -113,10 +113,10 @@ class Hand:
         self.tell("landed", fault=order.fault, phase=self.phase)
 
 
-def from_environment() -> Hand:
+def from_environment() -> Injector:
     """Of the rank, or of the rank's writer, that this process is."""
     environment = os.environ
-    return Hand(
+    return Injector(
         Path(environment[ENV_FOLDER]), environment[ENV_PLACEMENT], int(environment[ENV_OF_RANK])
     )
 

@@ -30,7 +30,7 @@ from runtime.checkpoint.peer import HOLDER_MODULE, running
 from runtime.checkpoint.writer_handle import WRITER_MODULE
 from runtime.replica.observing import ENV_OBSERVER
 from runtime.torture import holder
-from runtime.torture.hand import ENV_FOLDER, ENV_OF_RANK
+from runtime.torture.injector import ENV_FOLDER, ENV_OF_RANK
 from runtime.torture.network import ENV_SOCKET, Network
 from runtime.torture.observer import ENV_PACE, ENV_SAVES, end_file
 from runtime.torture.writer import MODULE, all_ended, end_fault, writers
@@ -318,7 +318,7 @@ class Fleet:
         }
 
     def _hand(self) -> dict[str, str]:
-        """What the runner's hand in a process is to know, and what ends with the runner."""
+        """What the runner's injector in a process is to know, and what ends with the runner."""
         return {ENV_FOLDER: str(self.folder), holder.ENV_RUNNER: str(os.getpid())}
 
     def _log_names(self, replica: int) -> list[str]:

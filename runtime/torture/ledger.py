@@ -12,7 +12,7 @@ from typing import Any
 
 from runtime.ledger.check import check
 from runtime.replica.plan import fixed_shares
-from runtime.torture.made import Restart
+from runtime.torture.run_record import Restart
 from runtime.torture.watch import Event
 
 

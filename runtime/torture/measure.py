@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from runtime.torture.kinds import KINDS
-from runtime.torture.made import Made, Restart
+from runtime.torture.run_record import Restart, RunRecord
 from runtime.torture.watch import Event, Watch
 
 
@@ -45,7 +45,7 @@ class Figures:
 
 
 def measure(
-    made: Made, watch: Watch, started: dict[str, float], overlapping: Iterable[Made] = ()
+    made: RunRecord, watch: Watch, started: dict[str, float], overlapping: Iterable[RunRecord] = ()
 ) -> Figures:
     """The figures of one fault. `started`: when the process of each placement was.
 
@@ -92,7 +92,9 @@ def _landed(fault: int, watch: Watch) -> list[str]:
     return sorted({one["phase"] for one in told if one["fault"] == fault and one["phase"]})
 
 
-def _given_up(made: Made, beside: Iterable[Made], lost: Iterable[Event], until: float) -> list[int]:
+def _given_up(
+    made: RunRecord, beside: Iterable[RunRecord], lost: Iterable[Event], until: float
+) -> list[int]:
     """Whom survivors lost though nothing ended or cut them off."""
     kind = KINDS[made.fault.kind]
     struck = made.hurt if kind.breaks or kind.drops else made.gone
@@ -130,7 +132,7 @@ def _was_member(placement: str, watch: Watch, before: float) -> bool:
 
 
 def _rejoin(
-    made: Made, watch: Watch, started: dict[str, float], others: Sequence[str], until: float
+    made: RunRecord, watch: Watch, started: dict[str, float], others: Sequence[str], until: float
 ) -> dict[str, Any]:
     """For the newcomer that took longest: since its start, and while it took the state over."""
     blow = min(made.struck, default=float("inf"))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.replica.observing import Observer, Phase
-from runtime.torture import hand
-from runtime.torture.hand import BETWEEN, Hand, around
+from runtime.torture import injector
+from runtime.torture.injector import BETWEEN, Injector, around
 from runtime.torture.kinds import COPY, LOAD, RECALL
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ ENV_SAVES = "DRYDOCK_TORTURE_SAVES"  # seconds between two saves at most; 0: as 
 def from_environment() -> Observer:
     """What DRYDOCK_OBSERVER names."""
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the runner asks, should we hang
-    ours = hand.from_environment()
+    ours = injector.from_environment()
     watch_sums(ours)
     watch_checkpoints(ours)
     if every_s := float(os.environ[ENV_SAVES]):
@@ -50,10 +50,10 @@ class Torturer(Observer):
     The first rank tells what its replica passes through; the others only what is theirs alone.
     """
 
-    def __init__(self, hand: Hand, pace_s: float) -> None:
-        self.hand = hand
+    def __init__(self, injector: Injector, pace_s: float) -> None:
+        self.injector = injector
         self.pace_s = pace_s
-        self.end_file = end_file(hand.folder)
+        self.end_file = end_file(injector.folder)
         self._end: int | None = None
         self._job: Job | None = None
 
@@ -67,12 +67,12 @@ class Torturer(Observer):
         sleeps `pace_s` seconds. The phases `regroup` and `sync` are told to the runner.
         """
         if not (phase in REPLAYED and self._is_entering()):
-            self.hand.enter(phase)
+            self.injector.enter(phase)
         if phase in ("regroup", "sync"):
             self._tell("phase", phase=phase, step=step)
         if phase == "forward" and self.pace_s:
             time.sleep(self.pace_s)
-        self.hand.at(phase, step)
+        self.injector.at(phase, step)
 
     def committed(self, step: Committed) -> None:
         """Tell the runner of a committed step, and end the training at the run's last step.
@@ -81,9 +81,9 @@ class Torturer(Observer):
         committed. Only rank 0 tells and wishes.
         """
         if not self._is_entering():
-            self.hand.enter(BETWEEN)
+            self.injector.enter(BETWEEN)
         self._tell("commit", **vars(step))
-        if self.hand.rank:
+        if self.injector.rank:
             return
         if self._end is None and self.end_file.exists():
             self._end = int(self.end_file.read_text())
@@ -91,7 +91,7 @@ class Torturer(Observer):
             self._job.stop.set()  # the wish travels with the next step, after which all stop
 
     def granted(self, message: dict[str, Any]) -> None:
-        self.hand.enter(BETWEEN)
+        self.injector.enter(BETWEEN)
         members = {str(m["replica"]): m["placement"] for m in message["members"]}
         self._tell("granted", epoch=message["epoch"], members=members)
 
@@ -104,8 +104,8 @@ class Torturer(Observer):
 
         Rank 0 tells its step, batch and ledger too; each other rank tells the digest of its part.
         """
-        if self.hand.rank:
-            self.hand.tell("part", rank=self.hand.rank, digest=state.digest())
+        if self.injector.rank:
+            self.injector.tell("part", rank=self.injector.rank, digest=state.digest())
             return
         self._tell(
             "ended",
@@ -118,65 +118,67 @@ class Torturer(Observer):
 
     def _is_entering(self) -> bool:
         """A newcomer takes the state over until it is let in, whatever it replays meanwhile."""
-        return self.hand.phase == "sync"
+        return self.injector.phase == "sync"
 
     def _tell(self, what: str, **data: Any) -> None:
-        if not self.hand.rank:
-            self.hand.tell(what, **data)
+        if not self.injector.rank:
+            self.injector.tell(what, **data)
 
 
-def watch_sums(hand: Hand) -> None:
-    """Have the hand know whether the sum is under way that the training waits for. Of one on cards
-    it is believed to be: only the thread that began it may ask."""
+def watch_sums(injector: Injector) -> None:
+    """Have the injector know whether the sum is under way that the training waits for.
+
+    One on cards is taken to be: only the thread that began it may ask.
+    """
     from runtime.replica.gloo import Gloo  # with torch, which a rank has by now
 
     def run(inner: Callable[..., None], gloo: Gloo, start: Callable[..., Any], *rest: Any) -> None:
         def begin(group: Any) -> Any:
             work = start(group)
-            hand.under_way = lambda: not work.is_completed()
+            injector.under_way = lambda: not work.is_completed()
             return work
 
         try:
             inner(gloo, begin, *rest)
         finally:  # its group is freed with the last that knows the sum
-            hand.under_way = lambda: False
+            injector.under_way = lambda: False
 
     around(Gloo, "_run", run)
 
 
-def watch_checkpoints(hand: Hand) -> None:
+def watch_checkpoints(injector: Injector) -> None:
     """Pass on what an engineer and the control plane are told of checkpoints, and come to the
     phases of a rank that no observer is told of."""
     from runtime.checkpoint import Checkpointer  # with torch, which a rank has by now
     from runtime.replica import rank as ranks
-    from runtime.replica.together import Together
+    from runtime.replica.all_ranks import AllRanks
 
     def tell(inner: Callable[..., None], sender: Sender, message: Any) -> None:
         if isinstance(message, Trouble):
-            hand.tell("trouble", kind=message.kind, subject=message.subject, text=message.text)
+            injector.tell("trouble", kind=message.kind, subject=message.subject, text=message.text)
         elif isinstance(message, CheckpointSaved):
-            hand.tell("saved", step=message.step, tier=message.tier, seconds=message.seconds)
+            injector.tell("saved", step=message.step, tier=message.tier, seconds=message.seconds)
         inner(sender, message)
 
     def save(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
         copying = inner(*given, **named)
         if copying is not None:  # it goes on beside the training from now
-            hand.at(COPY, copying.step)
+            injector.at(COPY, copying.step)
         return copying
 
     def read(inner: Callable[..., Any], rank: Rank, *, tier: TierName, **order: Any) -> Any:
-        hand.at(RECALL if tier == "peer" else LOAD)
+        injector.at(RECALL if tier == "peer" else LOAD)
         return inner(rank, tier=tier, **order)
 
-    def load(inner: Callable[..., None], together: Together, *given: Any) -> None:
+    def load(inner: Callable[..., None], together: AllRanks, *given: Any) -> None:
         began = time.monotonic()
         inner(together, *given)
-        hand.tell("loaded", step=together.committed, seconds=time.monotonic() - began)
+        injector.tell("loaded", step=together.committed, seconds=time.monotonic() - began)
 
     around(Sender, "tell", tell)
     around(Checkpointer, "save", save)
     around(ranks.Rank, "read", read)
-    around(Together, "load", load)
+    around(AllRanks, "load", load)
 
 
 def save_every(seconds: float) -> None:

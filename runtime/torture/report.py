@@ -11,8 +11,8 @@ from typing import Any
 
 from runtime.torture.kinds import AWAY, KINDS
 from runtime.torture.ledger import Audit, audit
-from runtime.torture.made import Death, Restart
 from runtime.torture.measure import Figures
+from runtime.torture.run_record import Death, Restart
 from runtime.torture.storage import broken_claims, broken_promises
 from runtime.torture.watch import Event
 

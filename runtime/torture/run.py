@@ -17,10 +17,10 @@ from pathlib import Path
 
 from runtime.torture import ending, holder, storage
 from runtime.torture.faults import Fault
-from runtime.torture.hand import order_file
+from runtime.torture.injector import order_file
 from runtime.torture.kinds import ANY, AWAY, DONOR, KINDS, Kind, Order
 from runtime.torture.launch import Fleet, Rank
-from runtime.torture.made import Death, Made
+from runtime.torture.run_record import Death, RunRecord
 from runtime.torture.watch import Watch
 from runtime.torture.writer import all_ended
 
@@ -45,7 +45,7 @@ class Run:
         self.fleet = fleet
         self.watch = Watch(fleet.folder)
         self.patience_s = patience_s
-        self.made: list[Made] = []
+        self.made: list[RunRecord] = []
         self.deaths: list[Death] = []
         self.problems: list[str] = []
         self.steps: int | None = None  # once known
@@ -92,7 +92,7 @@ class Run:
         """Make one fault and see to its victims. Raises Hung."""
         calm = self._veterans() if fault.hasty else None
         self.await_steps(fault.calm_steps, f"calm before fault {fault.number}", calm)
-        made = Made(fault, self.watch.newest())
+        made = RunRecord(fault, self.watch.newest())
         self.made.append(made)
         if storage.stored(self, made):
             return
@@ -133,7 +133,7 @@ class Run:
 
     # --- a fault, from order to end -------------------------------------------------------------
 
-    def _strike(self, made: Made, kind: Kind) -> list[Rank]:
+    def _strike(self, made: RunRecord, kind: Kind) -> list[Rank]:
         """Give the orders and wait until all blows have fallen. Returns who was struck."""
         fault, ranks = made.fault, self.fleet.ranks
         targets = [ranks[replica] for replica in fault.targets]
@@ -160,7 +160,7 @@ class Run:
         return targets
 
     def await_blows(
-        self, made: Made, targets: list[Rank], who: Callable[[Rank], str] = storage.of_rank
+        self, made: RunRecord, targets: list[Rank], who: Callable[[Rank], str] = storage.of_rank
     ) -> list[float]:
         """Until who was ordered to strike has; when each did. `who`: see `order`."""
         placements = [who(rank) for rank in targets]
@@ -176,7 +176,7 @@ class Run:
         )
         return blows()
 
-    def _newcomer(self, made: Made, *, struck: bool = False) -> Rank:
+    def _newcomer(self, made: RunRecord, *, struck: bool = False) -> Rank:
         """Kill the fault's first victim, and when the others train on start it anew."""
         dead = self.fleet.ranks[_first(made.fault)]
         self._kill(made, dead)
@@ -186,7 +186,9 @@ class Run:
         made.returning.add(rank.placement)
         return rank
 
-    def order(self, made: Made, rank: Rank, who: Callable[[Rank], str] = storage.of_rank) -> None:
+    def order(
+        self, made: RunRecord, rank: Rank, who: Callable[[Rank], str] = storage.of_rank
+    ) -> None:
         """Have this replica strike, when it comes to the fault's phase; or `who` is with it, by the
         name for its orders."""
         kind = KINDS[made.fault.kind]
@@ -207,7 +209,7 @@ class Run:
         draft.write_text(json.dumps(asdict(order)))
         draft.replace(path)
 
-    def _signal(self, made: Made, kind: Kind, targets: list[Rank]) -> None:
+    def _signal(self, made: RunRecord, kind: Kind, targets: list[Rank]) -> None:
         """Strike from outside, wherever the victims happen to be."""
         self._aim(made, kind, targets)
         time.sleep(made.fault.delay_s)
@@ -216,7 +218,7 @@ class Run:
         for pid in [self._coordinator_pid()] if kind.on_coordinator else pids:
             os.kill(pid, kind.signal)
 
-    def _aim(self, made: Made, kind: Kind, targets: list[Rank]) -> None:
+    def _aim(self, made: RunRecord, kind: Kind, targets: list[Rank]) -> None:
         self._coordinator_struck |= kind.on_coordinator
         if kind.target != "replica":
             return
@@ -232,19 +234,19 @@ class Run:
         if kind.ends == 0:
             self._sent_away |= placements
 
-    def doom(self, made: Made, ranks: list[Rank]) -> None:
+    def doom(self, made: RunRecord, ranks: list[Rank]) -> None:
         """They will be killed, all of them."""
         placements = {rank.placement for rank in ranks}
         self._doomed |= placements
         made.hurt |= placements
         made.gone |= placements
 
-    def _kill(self, made: Made, rank: Rank) -> None:
+    def _kill(self, made: RunRecord, rank: Rank) -> None:
         self.doom(made, [rank])
         made.struck.append(time.monotonic())
         rank.processes[made.fault.rank].kill()
 
-    def _end(self, made: Made, kind: Kind, targets: list[Rank]) -> None:
+    def _end(self, made: RunRecord, kind: Kind, targets: list[Rank]) -> None:
         """See to those who were struck, each in the way the plan says."""
         fault = made.fault
         if fault.ending in ("woken", "killed") and kind.name == "stop":
@@ -283,7 +285,7 @@ class Run:
         elif -signal.SIGKILL not in rank.codes:
             self.problems.append(f"{_name(rank)} ended with {rank.codes} before it could be killed")
 
-    def _restore_coordinator(self, made: Made, kind: Kind) -> None:
+    def _restore_coordinator(self, made: RunRecord, kind: Kind) -> None:
         """Wake it or start it anew, once it was away for a while."""
         coordinator = self.fleet.coordinator
         assert coordinator is not None  # noqa: S101 - it was started first
@@ -320,7 +322,7 @@ class Run:
         """The present ranks that were members already."""
         return [r for r in self.fleet.ranks.values() if r.placement in self.watch.commits]
 
-    def _await_survivors(self, made: Made) -> None:
+    def _await_survivors(self, made: RunRecord) -> None:
         """Whoever was not harmed trains on, in an epoch without those that are gone."""
         left = [rank for rank in self._veterans() if rank.placement not in made.hurt]
         self.until(
@@ -329,7 +331,7 @@ class Run:
             f"{list(made.fault.victims)}, fault {made.fault.number}",
         )
 
-    def _went_on(self, rank: Rank, made: Made) -> bool:
+    def _went_on(self, rank: Rank, made: RunRecord) -> bool:
         grants = self.watch.find("granted", rank.placement, since=min(made.struck))
         epochs = [
             int(event.data["epoch"])
@@ -384,7 +386,7 @@ class Run:
     def await_holders(self) -> None:
         self.until(self.fleet.hold, "the holders listen")
 
-    def start_replica(self, replica: int, struck: Made | None = None) -> Rank:
+    def start_replica(self, replica: int, struck: RunRecord | None = None) -> Rank:
         """A new process; it has its order from the fault by which it is `struck`."""
         prepare = None if struck is None else functools.partial(self.order, struck)
         rank = self.fleet.start(replica, prepare)

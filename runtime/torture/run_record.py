@@ -1,4 +1,4 @@
-"""What was done to a run, and what the runner itself saw of it: values."""
+"""What was done to a run, and what the runner itself saw of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Death:
 
 
 @dataclass
-class Made:
+class RunRecord:
     """A fault that was made, and what the runner itself knows of it."""
 
     fault: Fault

@@ -38,7 +38,7 @@ from runtime.torture.kinds import (
     SHARED,
     TO_OBJECTS,
 )
-from runtime.torture.made import Made, Restart, State
+from runtime.torture.run_record import Restart, RunRecord, State
 from runtime.torture.writer import DiskFault, all_ended, end_fault, set_fault
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def broken_claims(restart: Restart) -> list[str]:
 # --- the whole job ------------------------------------------------------------------------------
 
 
-def restart(run: Run, made: Made) -> None:
+def restart(run: Run, made: RunRecord) -> None:
     """Kill all, damage what the fault says, start all again, and wait until they train."""
     fault, fleet = made.fault, run.fleet
     await_checkpoints(run, fault)
@@ -165,7 +165,7 @@ def restart(run: Run, made: Made) -> None:
     )
 
 
-def begin_anew(run: Run, made: Made, gives: int | None) -> None:
+def begin_anew(run: Run, made: RunRecord, gives: int | None) -> None:
     """Start all replicas, and strike those that read if the fault says so; or the holder on the
     node of the replica that `gives`."""
     fault, fleet = made.fault, run.fleet
@@ -184,7 +184,7 @@ def begin_anew(run: Run, made: Made, gives: int | None) -> None:
         made.returning.add(run.start_replica(rank.replica).placement)
 
 
-def await_giving_up(run: Run, made: Made, poisoned: State) -> None:
+def await_giving_up(run: Run, made: RunRecord, poisoned: State) -> None:
     """Until the job has ended by itself, for what it loaded does not train. Who came so late that
     it knows of that, and loads something older, is killed."""
     ranks = list(run.fleet.ranks.values())
@@ -277,7 +277,7 @@ def poison_newest(run: Run) -> State:
 # --- a writer, a disk ---------------------------------------------------------------------------
 
 
-def writer(run: Run, made: Made) -> None:
+def writer(run: Run, made: RunRecord) -> None:
     """Kill one that writes, and wait until the rank has saved again wherever it did before."""
     fault = made.fault
     rank = run.fleet.ranks[fault.targets[0]]
@@ -302,7 +302,7 @@ def writer(run: Run, made: Made) -> None:
     run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]
 
 
-def holder(run: Run, made: Made) -> None:
+def holder(run: Run, made: RunRecord) -> None:
     """Kill one that is given a state, and wait until it is there again, all have saved to peers'
     memory since, and nobody's alarm is left."""
     fault, ranks = made.fault, list(run.fleet.ranks.values())
@@ -327,7 +327,7 @@ def holder(run: Run, made: Made) -> None:
     run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]
 
 
-def await_object(run: Run, made: Made) -> None:
+def await_object(run: Run, made: RunRecord) -> None:
     """The replica that the fault is for saves to the object store."""
     replica = made.fault.targets[0] if made.fault.first is None else made.fault.first
     rank = run.fleet.ranks[replica]
@@ -337,7 +337,7 @@ def await_object(run: Run, made: Made) -> None:
     )
 
 
-def disk(run: Run, made: Made) -> None:
+def disk(run: Run, made: RunRecord) -> None:
     """Fill a disk or slow it, until it was noticed; then wait until it keeps checkpoints again."""
     fault = made.fault
     only = fault.phase == LOCAL
@@ -376,7 +376,7 @@ def disk(run: Run, made: Made) -> None:
     run.problems += [f"after fault {fault.number}, {one}" for one in what_is_unsound(run)]
 
 
-def no_alarm_left(run: Run, made: Made) -> bool:
+def no_alarm_left(run: Run, made: RunRecord) -> bool:
     """Whether each failure to save that was told since the fault was told as recovered."""
     return len(troubles(run, made, "checkpoint_failed")) == len(troubles(run, made, RECOVERED))
 
@@ -589,13 +589,13 @@ def of_tier(events: list[Event], tier: str) -> list[Event]:
     return [event for event in events if event.data["tier"] == tier]
 
 
-def troubles(run: Run, made: Made, kind: str) -> list[Event]:
+def troubles(run: Run, made: RunRecord, kind: str) -> list[Event]:
     """Told since the fault began."""
     found = run.watch.find("trouble", since=min(made.struck))
     return [event for event in found if event.data["kind"] == kind]
 
 
-BY_TARGET: dict[str, Callable[[Run, Made], None]] = {
+BY_TARGET: dict[str, Callable[[Run, RunRecord], None]] = {
     "writer": writer,
     "holder": holder,
     "disk": disk,
@@ -603,7 +603,7 @@ BY_TARGET: dict[str, Callable[[Run, Made], None]] = {
 }
 
 
-def stored(run: Run, made: Made) -> bool:
+def stored(run: Run, made: RunRecord) -> bool:
     """Whether the fault is one of these; then it was made."""
     target = "job" if made.fault.restarts else KINDS[made.fault.kind].target
     if target in BY_TARGET:

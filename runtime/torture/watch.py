@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.torture.hand import events_file
+from runtime.torture.injector import events_file
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The checkpoint writer of a rank, with the hand of the runner in it.
+"""The checkpoint writer of a rank, with the injector of the runner in it.
 
 It may be struck in each phase of a save, and its disk may be full or slow. It packs half of what it
 may pack. The rank learns of it through DRYDOCK_CHECKPOINT_WRITER. Imports no torch.
@@ -20,8 +20,8 @@ from runtime.checkpoint import compression, disk, packing, peer, store, writer
 from runtime.checkpoint.draft import Draft
 from runtime.checkpoint.objects import ObjectStore
 from runtime.checkpoint.packing import Packer
-from runtime.torture import hand
-from runtime.torture.hand import Hand, around
+from runtime.torture import injector
+from runtime.torture.injector import Injector, around
 
 MODULE = "runtime.torture.writer"  # under whatever name it was imported
 #: Where each phase of a save begins.
@@ -48,8 +48,8 @@ class DiskFault:
 
 
 def main() -> None:
-    """Run the checkpoint writer with the hand in it, on a disk that the runner may break."""
-    ours = hand.from_environment()
+    """Run the checkpoint writer with the injector in it, on a disk that the runner may break."""
+    ours = injector.from_environment()
     break_disk(ours)
     pack_half()
     for phase, (owner, name) in BEGINNINGS.items():
@@ -57,11 +57,11 @@ def main() -> None:
     writer.main()
 
 
-def come_to(hand: Hand, phase: str, owner: Any, name: str) -> None:
-    """Have the hand come to `phase` whenever the function `name` of `owner` begins."""
+def come_to(injector: Injector, phase: str, owner: Any, name: str) -> None:
+    """Have the injector come to `phase` whenever the function `name` of `owner` begins."""
 
     def begin(inner: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        hand.at(phase)
+        injector.at(phase)
         return inner(*given, **named)
 
     around(owner, name, begin)
@@ -84,16 +84,16 @@ def pack_half() -> None:
     around(packing, "pays", pays)
 
 
-def break_disk(hand: Hand) -> None:
+def break_disk(injector: Injector) -> None:
     """Have each file that is written meet what the runner says of its disk by then, and tell."""
 
     def met(into: int) -> DiskFault | None:
         """What is wrong with the disk of this folder, if anything is."""
-        fault = present_fault(hand.folder)
+        fault = present_fault(injector.folder)
         where = Path(f"/proc/self/fd/{into}").readlink()
         if fault is None or not where.is_relative_to(fault.under):
             return None
-        hand.tell("met", kind=fault.kind)
+        injector.tell("met", kind=fault.kind)
         return fault
 
     def write(
@@ -148,7 +148,7 @@ def all_ended(folder: Path) -> bool:
 
 def writers(folder: Path) -> list[int]:
     """Those of this run that there are."""
-    run = f"{hand.ENV_FOLDER}={folder}"
+    run = f"{injector.ENV_FOLDER}={folder}"
     found = [one for one in Path("/proc").iterdir() if one.name.isdigit()]
     return [int(one.name) for one in found if _is_writer(one, run)]
 

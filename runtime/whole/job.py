@@ -48,12 +48,11 @@ from runtime.client import (
     Stopped,
 )
 from runtime.data import Batches, Shard
-from runtime.ending import AtRest, Ending
+from runtime.final_save import AtRest, FinalSave
 from runtime.generators import cards_of, generators, set_generators
 from runtime.image import Staged
 from runtime.job import Job
 from runtime.ledger import Range
-from runtime.parts import as_told, put_together, taken_apart
 from runtime.replica.network import own_address
 from runtime.replica.reporting import Reporter
 from runtime.replica.shape import of_deepspeed
@@ -66,6 +65,7 @@ from runtime.replica.state import (
     put_back_model,
     put_back_optimizer,
 )
+from runtime.sharded_state import as_told, put_together, taken_apart
 from runtime.snapshot import (
     Copying,
     Due,
@@ -161,7 +161,7 @@ class WholeJob:
         self._saved: dict[TierName, int] = {}
         #: of each tier our part that was verified last; written by a thread of its own
         self._verified: dict[str, CheckpointSaved] = {}
-        saver.delivery.on_saved = self._on_saved
+        saver.dispatcher.on_saved = self._on_saved
         self._in_step = False  # the loop makes one
         self._left = False  # in the middle of a step
         self._over = False  # all ranks are to leave
@@ -183,7 +183,7 @@ class WholeJob:
         self._reporter = Reporter(job, self.samples.ledger, tokens, whole=True)
         self._told_left_out = False  # that some shards were
         self._stalls = Stalls(job.trouble, stalled_after_s)
-        self._ending = Ending(job, saver, self._save_aside)
+        self._ending = FinalSave(job, saver, self._save_aside)
         self._start = ""  # a word of this start, the same on all ranks
 
     def __enter__(self) -> Self:
@@ -357,8 +357,8 @@ class WholeJob:
             return
         if self._losses.lost:
             return
-        tiers, delivery = self.saver.tiers, self.saver.delivery
-        for name in (delivery.unwell() & tiers.keys()) - delivery.busy(tiers):
+        tiers, dispatcher = self.saver.tiers, self.saver.dispatcher
+        for name in (dispatcher.unwell() & tiers.keys()) - dispatcher.busy(tiers):
             if tiers[name].own or self.job.ranks == 1:  # else one alone cannot make it whole
                 last = self._saved.pop(name, -1) == self.committed
                 self._tried += last and name in OF_ALL_NODES
@@ -496,10 +496,10 @@ class WholeJob:
     def _begin_save(
         self, what: AtRest, tiers: Collection[TierName], *, last: bool
     ) -> Copying | None:
-        def begin(room: memoryview | None) -> Copying:
+        def begin(buffer: memoryview | None) -> Copying:
             with queued_on(what.computed_on):  # also the card whose generators are asked
                 state, due = what.state()
-            return Copying(state, what.step, room, due, computed_on=what.computed_on)
+            return Copying(state, what.step, buffer, due, computed_on=what.computed_on)
 
         # Of what failed some may be there after all: what is written anew takes no place of it.
         name = f"{self._start}x{what.step}" + "again" * self._tried
@@ -529,10 +529,11 @@ class WholeJob:
             self._verified[part.tier] = part
 
     def _note_whole(self, parts: Mapping[str, CheckpointSaved], told: Sequence[int]) -> None:
-        """See `Delivery.common`. Once all ranks have verified their parts of a step it is told of:
-        the part of one is no checkpoint. `parts`: ours, by tier; `told`: see `_steps_of`, of all
-        ranks the highest."""
-        common = self.saver.delivery.common
+        """Report a step once all ranks have verified their parts of it; see `Dispatcher.common`.
+
+        `parts` are ours, by tier; `told` is the highest of all ranks, see `_steps_of`.
+        """
+        common = self.saver.dispatcher.common
         for name, last, first in zip(IN_PARTS, told, told[len(IN_PARTS) :], strict=False):
             if last == -first >= 0 and common.get(name) != last:
                 self._note_common([name], last)
@@ -541,10 +542,10 @@ class WholeJob:
 
     def _note_common(self, tiers: Collection[TierName], step: int) -> None:
         """Of these every rank has its part of this step, of the epoch that we are in."""
-        delivery = self.saver.delivery
-        delivery.common |= {name: step for name in tiers if name in IN_PARTS}
+        dispatcher = self.saver.dispatcher
+        dispatcher.common |= {name: step for name in tiers if name in IN_PARTS}
         if "peer" in tiers:
-            delivery.held_by_all = (self.epoch, step)
+            dispatcher.held_by_all = (self.epoch, step)
 
     def _tell_whole(self, part: CheckpointSaved, parts: Sequence[Part]) -> None:
         """By the first rank, for all. `part`: ours, `parts`: of all."""
@@ -574,7 +575,10 @@ class WholeJob:
             return
         for name, part in self._verified.items():
             of_all = [one[name] for one in there if name in one and one[name][0] == part.step]
-            if len(of_all) == len(ranks) and self.saver.delivery.common.get(part.tier) != part.step:
+            if (
+                len(of_all) == len(ranks)
+                and self.saver.dispatcher.common.get(part.tier) != part.step
+            ):
                 self._tell_whole(part, [(size, digest) for _, size, digest in of_all])
 
     def _on_directive(self, directive: Directive) -> None:
@@ -624,7 +628,7 @@ class WholeJob:
         if self.committed >= 0:
             self._trial = Trial((began, self.committed))
             self._held_back_until = time.monotonic() + HELD_BACK_S
-        self.saver.delivery.began = {"epoch": began, "step": self.committed, "first": self.epoch}
+        self.saver.dispatcher.began = {"epoch": began, "step": self.committed, "first": self.epoch}
 
     def _go_on_from(self, loaded: Loaded, found: Sequence[Found]) -> None:
         self._put_back(loaded.part)
@@ -633,7 +637,7 @@ class WholeJob:
             self.saver.sources.loaded(loaded.name)
         self._saved = {tier: loaded.step for _, name, tier in found if name == loaded.name}
         older = {tier: step for step, _, tier in reversed(loaded.untried) if tier in IN_PARTS}
-        self.saver.delivery.common |= older
+        self.saver.dispatcher.common |= older
         also = [tier for _, name, tier in loaded.untried if name == loaded.name]
         self._note_common([loaded.tier, *also], loaded.step)
 

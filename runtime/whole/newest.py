@@ -16,7 +16,7 @@ from runtime.checkpoint.store import WHICH_ARE_WHOLE, Progress, unseen
 from runtime.checkpoint.tiers import TierName
 from runtime.image import Damaged, Staged
 from runtime.job import Job
-from runtime.replica.together import MAX_TRIES, TOLD, TRIES_OF_ONE
+from runtime.replica.all_ranks import MAX_TRIES, TOLD, TRIES_OF_ONE
 from runtime.whole.ranks import Ranks
 
 #: Step, name and tier of a checkpoint.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from runtime.checkpoint import writer
-from runtime.torture.hand import around
+from runtime.torture.injector import around
 
 TRAINER = os.getppid()
 

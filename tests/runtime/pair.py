@@ -14,7 +14,8 @@ import torch
 from runtime.checkpoint import Checkpointer
 from runtime.data import Batches
 from runtime.job import Job
-from runtime.replica.division import Division
+from runtime.replica.all_ranks import AllRanks
+from runtime.replica.fsdp import ShardGroup
 from runtime.replica.gloo import Gloo
 from runtime.replica.gradients import Wishes
 from runtime.replica.link import Link
@@ -25,7 +26,6 @@ from runtime.replica.reporting import Reporter
 from runtime.replica.siblings import Siblings
 from runtime.replica.state import TrainingState
 from runtime.replica.step import StepEngine
-from runtime.replica.together import Together
 from tests.runtime.told import Told
 
 TOKEN = "of this test"
@@ -86,9 +86,9 @@ class Pair:
         )  # fmt: skip
         self.state = new_state()
         gloo = Gloo("127.0.0.1")
-        division = Division(self.state.model, 0)
+        shard_group = ShardGroup(self.state.model, 0)
         engine = StepEngine(
-            self.state, gloo, Observer(), division, mode="cover", max_grad_norm=None
+            self.state, gloo, Observer(), shard_group, mode="cover", max_grad_norm=None
         )
         self.saver = Checkpointer(job)
         self.rank = Rank(
@@ -99,7 +99,7 @@ class Pair:
         siblings = Siblings("127.0.0.1", TOKEN, 2, link, lambda _r, _m: None, lambda _r: None)
         self.other = Other(siblings.address)
         siblings.meet()
-        self.together = Together(self.rank, siblings, Reporter(job, self.state.ledger, 1))
+        self.together = AllRanks(self.rank, siblings, Reporter(job, self.state.ledger, 1))
         self.together.member.replica = 0
 
 

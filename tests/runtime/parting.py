@@ -19,7 +19,7 @@ import psutil
 from runtime.replica.gloo import Gloo, group_sockets
 from runtime.replica.membership import Severed
 from runtime.replica.observing import Observer, Phase
-from runtime.torture.hand import around
+from runtime.torture.injector import around
 from runtime.torture.kinds import SO_ATTACH_FILTER
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import disk, writer
-from runtime.torture.hand import around
+from runtime.torture.injector import around
 
 SLOW_S = 6.0
 

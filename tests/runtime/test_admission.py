@@ -6,8 +6,8 @@ import pytest
 
 from runtime.replica.coordinator import Asked, Coordinator
 from runtime.replica.epochs import GATHER_S, HUNG_S, LAG_S, UNWRITTEN_S
-from runtime.replica.listening import LEASE_S, PEER_SILENT_S
-from runtime.replica.places import MustEnd
+from runtime.replica.server import LEASE_S, PEER_SILENT_S
+from runtime.replica.succession import Superseded
 from tests.runtime.scene import Play, Replica, compare, phase_of
 
 # --- the coordinator is cut off ---------------------------------------------------------------
@@ -686,7 +686,7 @@ def test_a_second_start_by_the_same_name_ends_itself_and_not_the_first(play: Pla
     assert isinstance(waits, Asked)
     first.say("pong", n=waits.ping, step=-1)
 
-    assert scene.coordinator.place_of(second, waits) == MustEnd(
+    assert scene.coordinator.place_of(second, waits) == Superseded(
         "replica 0 of j lives, as p0: give each start a DRYDOCK_PLACEMENT of its own, or none"
     )
     assert scene.coordinator.place_of(first.first, None) == ""

@@ -320,13 +320,13 @@ def test_a_proof_that_cannot_be_made_is_told(pair: Pair, monkeypatch: pytest.Mon
 def test_who_is_no_member_any_more_holds_no_copy_for_newcomers(pair: Pair) -> None:
     """It is not told when that was taken, and its memory is needed for checkpoints."""
     pair.rank.make_room()
-    until(pair.saver.rooms.all_free, "there is room")
+    until(pair.saver.copy_buffers.all_free, "there is room")
     pair.rank.stage()
-    taken = not pair.saver.rooms.all_free()
+    taken = not pair.saver.copy_buffers.all_free()
 
     pair.rank.forget()
 
-    until(pair.saver.rooms.all_free, "it is given back")
+    until(pair.saver.copy_buffers.all_free, "it is given back")
     assert taken
     assert not pair.rank._kept.copied
 
@@ -341,7 +341,7 @@ def test_room_that_cannot_be_had_is_told_and_asked_for_again(
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(rank_module, "touched", fails)
-    monkeypatch.setattr(pair.saver.rooms, "made", lambda: True)
+    monkeypatch.setattr(pair.saver.copy_buffers, "made", lambda: True)
     for _ in range(2):
         pair.rank.make_room()
         until(pair.rank.has_room, "it was tried")

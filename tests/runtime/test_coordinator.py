@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from runtime.replica import listening
+from runtime.replica import server
 from runtime.replica.coordinator import Coordinator
 from runtime.replica.epochs import GATHER_S
-from runtime.replica.listening import PEER_SILENT_S
-from runtime.replica.places import MustEnd, Places
 from runtime.replica.record import Record, RecordFile, StaleEpoch, Unusable, hold_alone
+from runtime.replica.server import PEER_SILENT_S
+from runtime.replica.succession import Succession, Superseded
 from tests.runtime.replicas import PATIENCE_S
 
 REPORT = {
@@ -102,11 +102,11 @@ def serve(
     coordinator = Coordinator(file, "t", **settings)
 
     async def play() -> None:
-        server = await asyncio.start_server(
-            functools.partial(listening.serve, coordinator), "127.0.0.1", 0
+        listener = await asyncio.start_server(
+            functools.partial(server.serve, coordinator), "127.0.0.1", 0
         )
-        async with server:
-            await scene(coordinator, server.sockets[0].getsockname()[1])
+        async with listener:
+            await scene(coordinator, listener.sockets[0].getsockname()[1])
 
     asyncio.run(play())
 
@@ -261,9 +261,9 @@ def test_a_past_member_that_nobody_remembers_takes_no_place(tmp_path: Path) -> N
 
 def test_who_was_replaced_by_one_that_nobody_remembers_is_not_named_as_that_one() -> None:
     """The job ended well since, and its coordinator was started anew."""
-    places = Places(Record(job="j", epoch=6, superseded=["old"]))
+    places = Succession(Record(job="j", epoch=6, superseded=["old"]))
 
-    assert places.refusal(1, "old", was_member=True) == MustEnd(
+    assert places.refusal(1, "old", was_member=True) == Superseded(
         "old was replaced by another start: this process must end"
     )
 
@@ -359,7 +359,7 @@ def test_two_coordinators_of_one_machine_take_turns(tmp_path: Path) -> None:
 def test_a_stranger_that_says_nothing_is_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "FIRST_LINE_S", 0.05)
+    monkeypatch.setattr(server, "FIRST_LINE_S", 0.05)
 
     async def scene(_coordinator: Coordinator, port: int) -> None:
         reader, _writer = await asyncio.open_connection("127.0.0.1", port)
@@ -789,6 +789,29 @@ def test_whom_all_reach_after_all_stays(tmp_path: Path) -> None:
             assert [m["replica"] for m in granted["members"]] == [0, 1]
 
     serve(tmp_path, {0: "a", 1: "b"}, scene)
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [{"op": ["report"]}, {"op": "report", "epoch": 5, "step": None, "holds": []}],
+    ids=["no verb", "no number"],
+)
+def test_who_talks_rubbish_is_hung_up_on_and_lost_to_the_others(
+    tmp_path: Path, rubbish: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    sane, mad = Member(0, "a", 5), Member(1, "b", 5)
+
+    async def scene(_coordinator: Coordinator, port: int) -> None:
+        await sane.join(port)
+        await mad.join(port)
+        mad.say(**rubbish)
+        await mad.hear_the_end()
+        await sane.hear("lost")
+
+    serve(tmp_path, {0: "a", 1: "b"}, scene)
+
+    assert sane.heard[-1]["replica"] == 1
+    assert "connection_failed" in caplog.text
 
 
 def test_a_job_cannot_join_another_jobs_coordinator(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.replica import listening
+from runtime.replica import server
 from runtime.replica.coordinator import Coordinator
 from runtime.replica.record import RecordFile
 from tests.runtime.replicas import PATIENCE_S, until
@@ -27,12 +27,12 @@ JOIN = {
 def test_who_is_told_to_end_ends_though_members_stay_connected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "DRAIN_S", 0.2)
+    monkeypatch.setattr(server, "DRAIN_S", 0.2)
     coordinator = Coordinator(RecordFile(tmp_path, "j"), "t", world=2, min_replicas=1)
     port_file = tmp_path / "port"
 
     async def play() -> bool:
-        running = asyncio.create_task(listening.run(coordinator, "127.0.0.1", 0, port_file))
+        running = asyncio.create_task(server.run(coordinator, "127.0.0.1", 0, port_file))
         await asyncio.to_thread(until, port_file.exists, "it listens")
         member = await asyncio.open_connection("127.0.0.1", int(port_file.read_text()))
         member[1].write(json.dumps(JOIN).encode() + b"\n")
@@ -60,7 +60,7 @@ def test_what_would_stop_the_job_one_day_is_refused_at_once(
     monkeypatch.setattr("sys.argv", ["coordinator", "--job", "j", "--state-dir", "s", *more])
 
     with pytest.raises(SystemExit):
-        listening.options("")
+        server.options("")
 
     assert words in capsys.readouterr().err
 
@@ -73,7 +73,7 @@ def test_a_number_of_replicas_that_is_none_is_refused_by_its_variable(
     monkeypatch.setattr("sys.argv", ["coordinator", "--job", "j", "--state-dir", "s"])
 
     with pytest.raises(SystemExit):
-        listening.options("")
+        server.options("")
 
     assert "DRYDOCK_WORLD_REPLICAS is 'four': give a whole number" in capsys.readouterr().err
 
@@ -90,7 +90,7 @@ def test_where_it_cannot_listen_it_ends_with_the_option_to_change(
         with pytest.raises(
             SystemExit, match=f"--listen is {host}:{port}, and nothing can listen there"
         ):
-            asyncio.run(listening.run(coordinator, host, port, None))
+            asyncio.run(server.run(coordinator, host, port, None))
 
 
 @pytest.mark.parametrize("listen", ["node1", "node1:", "7070", "node1:http", "node1:70000"])
@@ -101,7 +101,7 @@ def test_an_address_that_is_none_is_refused_with_what_is_expected(
     monkeypatch.setattr("sys.argv", ["coordinator", *words])
 
     with pytest.raises(SystemExit):
-        listening.options("")
+        server.options("")
 
     assert f"--listen is {listen}: give host:port" in capsys.readouterr().err
 
@@ -109,13 +109,13 @@ def test_an_address_that_is_none_is_refused_with_what_is_expected(
 def test_of_many_strangers_those_who_came_first_are_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "FIRST_LINE_S", 600.0)
-    monkeypatch.setattr(listening, "MAX_STRANGERS", 2)
+    monkeypatch.setattr(server, "FIRST_LINE_S", 600.0)
+    monkeypatch.setattr(server, "MAX_STRANGERS", 2)
     coordinator = Coordinator(RecordFile(tmp_path, "j"), "t", world=2, min_replicas=1)
     port_file = tmp_path / "port"
 
     async def play() -> tuple[bytes, bytes]:
-        running = asyncio.create_task(listening.run(coordinator, "127.0.0.1", 0, port_file))
+        running = asyncio.create_task(server.run(coordinator, "127.0.0.1", 0, port_file))
         await asyncio.to_thread(until, port_file.exists, "it listens")
         port = int(port_file.read_text())
         async with asyncio.timeout(PATIENCE_S):

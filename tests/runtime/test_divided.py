@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from runtime.checkpoint import store
+from runtime.checkpoint.copy_buffers import COPY_BUFFERS
 from runtime.checkpoint.difference import differences
 from runtime.checkpoint.interchange import whole_state
-from runtime.checkpoint.rooms import ROOMS
 from tests.runtime.replicas import PATIENCE_S, until
 from tests.runtime.test_client import Door
 from tests.runtime.test_modes import alone, covered
@@ -216,7 +216,7 @@ def test_a_disk_that_hangs_on_one_rank_holds_up_no_other_tier(make_fleet: MakeFl
         return max(map(store.number_of, store.candidates(folder)), default=(-1, 0))[0]
 
     until(lambda: "local" in "".join(told()), "it tells so")
-    for _ in range(ROOMS + 1):
+    for _ in range(COPY_BUFFERS + 1):
         before = newest()
         until(lambda before=before: newest() > before, "the shared folder is saved to")  # type: ignore[misc]
     door.close()

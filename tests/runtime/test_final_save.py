@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import runtime
 from runtime.checkpoint.tiers import TIERS
-from runtime.ending import NEVER_MS, Ending
+from runtime.final_save import NEVER_MS, FinalSave
 from runtime.replica import preemption
 from tests.runtime.replicas import until
 from tests.runtime.whole.runs import NEVER, STEPS, Alone, Whole, kill
@@ -62,7 +62,7 @@ def test_all_ranks_leave_out_the_same_tiers(
         return [*(int(1000 * usual_s.get(name, -0.001)) for name in TIERS), left]
 
     job = alone.join()
-    ending = Ending(job, runtime.Checkpointer(job), lambda *_: None)
+    ending = FinalSave(job, runtime.Checkpointer(job), lambda *_: None)
     ending.hear(
         ["local", "shared"],
         [max(pair) for pair in zip(told(first), told(second), strict=True)],
@@ -106,13 +106,13 @@ def test_what_is_told_in_the_middle_of_a_step_waits_until_its_update_is_made(
     asked = threading.Event()
     with alone.start(grace_s=GRACE_S) as whole:
         quick(whole)
-        await_free = whole.saver.rooms.await_free
+        await_free = whole.saver.copy_buffers.await_free
 
         def asks(wait_s: float) -> bool:
             asked.set()
             return await_free(wait_s)
 
-        monkeypatch.setattr(whole.saver.rooms, "await_free", asks)
+        monkeypatch.setattr(whole.saver.copy_buffers, "await_free", asks)
         steps = whole.steps(NEVER)
         next(steps)
         whole.job.told.set()
@@ -144,8 +144,8 @@ def test_what_the_loop_changes_after_it_is_not_in_what_was_saved_aside(
         quick(whole)
         model: Any = whole.model
         given: list[Any] = []
-        give = whole.saver.delivery.give
-        monkeypatch.setattr(whole.saver.delivery, "give", given.append)
+        give = whole.saver.dispatcher.give
+        monkeypatch.setattr(whole.saver.dispatcher, "give", given.append)
         steps = whole.steps(NEVER)
         next(steps)
         weight = model.weight.detach().clone()
@@ -223,7 +223,7 @@ def test_what_was_begun_aside_at_an_edge_is_not_begun_again_there(
         next(steps)
         until(lambda: whole.saver.prepare(lambda: 1 << 20), "there is room")
         given: list[list[str]] = []
-        give = whole.saver.delivery.give
+        give = whole.saver.dispatcher.give
 
         def gives(save: Any) -> None:
             given.append([tier.name for tier in save.tiers])
@@ -233,7 +233,7 @@ def test_what_was_begun_aside_at_an_edge_is_not_begun_again_there(
             whole.job.told.set()
             until(lambda: given != [], "a save aside is begun")
 
-        monkeypatch.setattr(whole.saver.delivery, "give", gives)
+        monkeypatch.setattr(whole.saver.dispatcher, "give", gives)
         monkeypatch.setattr(dist, "all_reduce", meets)
         next(steps)
         monkeypatch.undo()

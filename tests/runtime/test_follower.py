@@ -20,7 +20,7 @@ def nothing(*_given: object, **_named: object) -> None:
 
 def test_it_says_in_what_it_must_be_like_the_first_rank() -> None:
     job = SimpleNamespace(token="t", rank=1)
-    saver = SimpleNamespace(delivery=SimpleNamespace())
+    saver = SimpleNamespace(dispatcher=SimpleNamespace())
     rank: Any = SimpleNamespace(
         job=job, saver=saver, address="here:1", holder={}, gloo=SimpleNamespace(address="there:1")
     )
@@ -35,7 +35,7 @@ def test_it_says_in_what_it_must_be_like_the_first_rank() -> None:
 
 def test_a_read_is_given_up_as_that_is_heard_whatever_it_does_meanwhile() -> None:
     given_up: queue.Queue[int] = queue.Queue()
-    saver = SimpleNamespace(delivery=SimpleNamespace())
+    saver = SimpleNamespace(dispatcher=SimpleNamespace())
     rank: Any = SimpleNamespace(
         job=SimpleNamespace(token="t", rank=1), saver=saver, address="here:1", holder={},
         gloo=SimpleNamespace(address="there:1"), give_up=given_up.put,
@@ -66,7 +66,7 @@ def test_who_ends_for_an_error_keeps_nobody_waiting_for_its_saves(
     goodbye: bool, order: list[str]
 ) -> None:
     done: list[str] = []
-    saver = SimpleNamespace(delivery=SimpleNamespace(), finish=lambda: done.append("saves end"))
+    saver = SimpleNamespace(dispatcher=SimpleNamespace(), finish=lambda: done.append("saves end"))
     rank: Any = SimpleNamespace(job=None, saver=saver)
     follower = Follower(cast(Rank, rank), "127.0.0.1:1", {}, leave=nothing, abandon=nothing)
     hangs_up = SimpleNamespace(close=lambda goodbye: done.append("hangs up"))

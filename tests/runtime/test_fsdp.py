@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from runtime import snapshot
 from runtime.data import Batches
-from runtime.replica.division import Division, is_divided, part_of
+from runtime.replica.fsdp import ShardGroup, is_sharded, shard_of
 from runtime.replica.gradients import Gradients, Wishes
 from runtime.replica.nccl import EpochGroup
 from runtime.replica.observing import Observer
@@ -39,7 +39,7 @@ def divided() -> nn.Module:
 
 def state_of(model: nn.Module) -> TrainingState:
     optimizer = torch.optim.AdamW(model.parameters())
-    return TrainingState(model, [optimizer], Batches(samples=24, shards=2), Division(model, 0))
+    return TrainingState(model, [optimizer], Batches(samples=24, shards=2), ShardGroup(model, 0))
 
 
 def trained() -> TrainingState:
@@ -58,8 +58,8 @@ def test_a_copy_holds_parts_alone_and_is_put_back_as_what_it_was() -> None:
 
     assert {type(t) for t in tensors_of(snapshot.state_of(copy))} == {torch.Tensor}
     assert second.copy().digest == copy.digest
-    assert all(is_divided(p) for p in second.model.parameters())
-    assert is_divided(second.optimizers[0].state_dict()["state"][0]["exp_avg"])
+    assert all(is_sharded(p) for p in second.model.parameters())
+    assert is_sharded(second.optimizers[0].state_dict()["state"][0]["exp_avg"])
 
 
 def test_a_copy_aside_in_the_middle_of_forward_takes_nothing_apart() -> None:
@@ -101,9 +101,9 @@ def test_what_each_rank_holds_of_a_gradient_is_summed_and_put_back() -> None:
     )
 
     assert reduced[gradients.size - 1] == 4.0  # the last bias
-    parts = [part_of(p.grad).flatten() for p in model.parameters() if p.grad is not None]
+    parts = [shard_of(p.grad).flatten() for p in model.parameters() if p.grad is not None]
     assert torch.equal(torch.cat(parts), torch.arange(1.0, gradients.size + 1))
-    assert all(is_divided(parameter.grad) for parameter in model.parameters())
+    assert all(is_sharded(parameter.grad) for parameter in model.parameters())
 
 
 class Lone(Alone):
@@ -124,7 +124,14 @@ def evaluated(model: nn.Module) -> torch.Tensor:
 def test_an_evaluation_right_before_the_sum_neither_ends_the_job_nor_hides_the_step() -> None:
     state, other = state_of(divided()), state_of(divided())
     group = cast(EpochGroup, Lone())
-    engine = StepEngine(state, group, Observer(), state.division, mode="cover", max_grad_norm=None)
+    engine = StepEngine(
+        state,
+        group,
+        Observer(),
+        state.shard_group,
+        mode="cover",
+        max_grad_norm=None,
+    )
     next(engine.compute(0))
     engine.backward(state.model(torch.ones(2, 4)).mean(), 1)
 
@@ -140,16 +147,16 @@ def test_an_evaluation_right_before_the_sum_neither_ends_the_job_nor_hides_the_s
 
 
 def test_ranks_hear_the_first_one_s_address_and_each_other_s_numbers() -> None:
-    division = Division(divided(), 0)
+    shard_group = ShardGroup(divided(), 0)
 
-    assert division.agree("127.0.0.1:4000") == "127.0.0.1:4000"
-    assert division.gather([1.5, 2.0]) == [[1.5, 2.0]]
+    assert shard_group.agree("127.0.0.1:4000") == "127.0.0.1:4000"
+    assert shard_group.gather([1.5, 2.0]) == [[1.5, 2.0]]
 
 
 def test_a_whole_tensor_is_its_own_part() -> None:
     tensor = torch.ones(2)
 
-    assert part_of(tensor) is tensor
+    assert shard_of(tensor) is tensor
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:

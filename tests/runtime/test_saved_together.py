@@ -14,8 +14,8 @@ from runtime.checkpoint.manifest import digest_of_all
 from runtime.client import CheckpointSaved, Trouble
 from runtime.image import Damaged, Staged
 from runtime.replica import rank as rank_module
+from runtime.replica.all_ranks import HANGS_S, MAX_TRIES, MAX_UNTOLD
 from runtime.replica.gradients import Wishes
-from runtime.replica.together import HANGS_S, MAX_TRIES, MAX_UNTOLD
 from runtime.snapshot import state_of
 from tests.runtime.pair import Counted, Pair, new_state, trained
 from tests.runtime.replicas import until
@@ -76,8 +76,8 @@ def test_what_is_to_be_compared_waits_for_checkpoints_once_and_not_for_ever(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {"all": False, "any": True}
-    monkeypatch.setattr(pair.saver.rooms, "all_free", lambda: free["all"])
-    monkeypatch.setattr(pair.saver.rooms, "any_free", lambda: free["any"])
+    monkeypatch.setattr(pair.saver.copy_buffers, "all_free", lambda: free["all"])
+    monkeypatch.setattr(pair.saver.copy_buffers, "any_free", lambda: free["any"])
     pair.together._compare_every = 10
     pair.other.answers["has_room_to_compare"] = {"value": True}
 
@@ -99,7 +99,7 @@ def test_what_is_to_be_compared_waits_for_checkpoints_once_and_not_for_ever(
 def test_states_are_compared_once_every_rank_has_room_for_a_copy(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, late: bool, told: list[str]
 ) -> None:
-    monkeypatch.setattr(pair.saver.rooms, "all_free", lambda: True)
+    monkeypatch.setattr(pair.saver.copy_buffers, "all_free", lambda: True)
     pair.together._compare_every = 10
     pair.state.committed = 18 if late else 8
     pair.other.answers["has_room_to_compare"] = {"value": False}
@@ -150,14 +150,14 @@ def test_who_took_too_long_and_then_fails_tells_that_too(pair: Pair) -> None:
     assert pair.together.passes_on()
 
     pair.together.hear_of_shared(Wishes(alone_failed=True))
-    pair.saver.delivery.failed("shared", "no space left")
+    pair.saver.dispatcher.failed("shared", "no space left")
 
     assert "no space left" in str(pair.told.messages)
 
 
 def test_what_one_alone_could_not_write_either_is_told_by_that_one(pair: Pair) -> None:
     pair.together.hear_of_shared(Wishes(alone_failed=True))
-    pair.saver.delivery.failed("shared", "no space left")
+    pair.saver.dispatcher.failed("shared", "no space left")
 
     assert pair.told.messages == []
 

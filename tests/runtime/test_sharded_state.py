@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from runtime import parts
-from runtime.parts import taken_apart
+from runtime import sharded_state
+from runtime.sharded_state import taken_apart
 from tests.runtime.whole.runs import Alone
 
 
@@ -100,9 +100,11 @@ def test_a_job_goes_on_from_parts_that_an_earlier_version_described_in_words(
     alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone.trainee = lambda: (model := divided(), torch.optim.SGD(model.parameters()))
-    described = parts._described
+    described = sharded_state._described
     with monkeypatch.context() as earlier:
-        earlier.setattr(parts, "_described", lambda one: parts._in_words(described(one)))
+        earlier.setattr(
+            sharded_state, "_described", lambda one: sharded_state._in_words(described(one))
+        )
         with alone.start() as first:
             list(first.steps(1))
     with alone.start() as again:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from runtime.data import Batches
-from runtime.replica.division import Division
+from runtime.replica.fsdp import ShardGroup
 from runtime.replica.gloo import Gloo
 from runtime.replica.gradients import Wishes
 from runtime.replica.membership import Severed
@@ -59,9 +59,9 @@ class Bench:
         self.model = nn.Sequential(self.first, *more, self.last)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         state = TrainingState(self.model, [optimizer], Batches(samples=24, shards=SHARDS))
-        division = Division(self.model, 0)
+        shard_group = ShardGroup(self.model, 0)
         self.engine = StepEngine(
-            state, gloo, observer or Observer(), division, mode="cover", max_grad_norm=1
+            state, gloo, observer or Observer(), shard_group, mode="cover", max_grad_norm=1
         )
         self.shards = self.engine.compute(0)
         next(self.shards)

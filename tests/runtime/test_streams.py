@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from runtime.data import Batches, of_order
 from runtime.ledger.check import check, shards_of
 from runtime.ledger.record import SampleLedger, Summed
-from runtime.replica.division import Division
+from runtime.replica.fsdp import ShardGroup
 from runtime.replica.gloo import Gloo
 from runtime.replica.observing import Observer
 from runtime.replica.shape import difference
@@ -227,7 +227,14 @@ def engine() -> Iterator[StepEngine]:
     state = TrainingState(model, [optimizer], opened(Plain()))
     state.committed = 0
     gloo = Gloo("127.0.0.1")
-    yield StepEngine(state, gloo, Observer(), Division(model, 0), mode="cover", max_grad_norm=None)
+    yield StepEngine(
+        state,
+        gloo,
+        Observer(),
+        ShardGroup(model, 0),
+        mode="cover",
+        max_grad_norm=None,
+    )
     gloo.close()
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from runtime.torture.__main__ import figures_of, parse
 from runtime.torture.faults import Fault, Settings, plan
-from runtime.torture.hand import Hand, events_file, order_file
+from runtime.torture.injector import Injector, events_file, order_file
 from runtime.torture.kinds import (
     ANY,
     KINDS,
@@ -33,11 +33,11 @@ from runtime.torture.kinds import (
     WRITING,
     Order,
 )
-from runtime.torture.made import Death, Made
 from runtime.torture.measure import Figures, measure
 from runtime.torture.network import impossible
 from runtime.torture.report import Report, Seen, judge
 from runtime.torture.run import Hung, Run
+from runtime.torture.run_record import Death, RunRecord
 from runtime.torture.watch import Event, Watch
 from tests.runtime.replicas import PATIENCE_S, ROOT, until
 
@@ -190,7 +190,7 @@ def test_a_fault_is_timed_by_what_its_survivors_wrote(tmp_path: Path) -> None:
         number=1, kind="kill", phase="any", first=None, targets=(1,), ending="replaced",
         delay_s=0.0, seconds=0.0, calm_steps=4, hasty=False,
     )  # fmt: skip
-    made = Made(
+    made = RunRecord(
         fault, step=1, struck=[10.05], hurt={"plc_1"}, gone={"plc_1"},
         returning={"plc_2"}, back_at=15.0,
     )  # fmt: skip
@@ -226,7 +226,7 @@ def test_who_is_lost_by_what_must_cost_nobody_was_given_up(
         number=1, kind=kind, phase=phase, first=None, targets=(1,), ending="stays",
         delay_s=0.0, seconds=3.0, calm_steps=4, hasty=False,
     )  # fmt: skip
-    made = Made(fault, step=1, struck=[10.0], hurt={"plc_1"}, gone=gone, back_at=15.0)
+    made = RunRecord(fault, step=1, struck=[10.0], hurt={"plc_1"}, gone=gone, back_at=15.0)
 
     assert measure(made, watch, {}).given_up == expected
 
@@ -240,7 +240,7 @@ def test_who_no_fault_touched_is_not_excused_by_another_s_death(tmp_path: Path) 
         number=1, kind="kill", phase="any", first=None, targets=(1,), ending="replaced",
         delay_s=0.0, seconds=0.0, calm_steps=4, hasty=False,
     )  # fmt: skip
-    made = Made(fault, 1, struck=[10.0], hurt={"plc_1"}, gone={"plc_1"}, back_at=15.0)
+    made = RunRecord(fault, 1, struck=[10.0], hurt={"plc_1"}, gone={"plc_1"}, back_at=15.0)
 
     assert measure(made, watch, {}).given_up == [2]
 
@@ -253,7 +253,7 @@ def test_a_gap_counts_until_what_was_struck_is_well_again(tmp_path: Path) -> Non
         number=1, kind="coordinator", phase="any", first=None, targets=(1,), ending="replaced",
         delay_s=0.0, seconds=1.0, calm_steps=4, hasty=False,
     )  # fmt: skip
-    made = Made(fault, 1, struck=[10.0], over_at=12.0, back_at=15.0)
+    made = RunRecord(fault, 1, struck=[10.0], over_at=12.0, back_at=15.0)
 
     assert measure(made, watch, {}).gap_s == pytest.approx(2.0)
 
@@ -266,7 +266,7 @@ def test_who_a_fault_struck_itself_is_not_excused_by_it(tmp_path: Path) -> None:
         number=1, kind="slow", phase="forward", first=None, targets=(1,), ending="stays",
         delay_s=0.0, seconds=3.0, calm_steps=4, hasty=False,
     )  # fmt: skip
-    run.made = [Made(fault, step=1, struck=[10.0], hurt={"plc_1"}, back_at=15.0)]
+    run.made = [RunRecord(fault, step=1, struck=[10.0], hurt={"plc_1"}, back_at=15.0)]
 
     assert figures_of(cast(Run, run), 0).given_up == [1]
 
@@ -278,8 +278,8 @@ def test_who_a_fault_struck_itself_is_not_excused_by_it(tmp_path: Path) -> None:
 def told_to_strike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A hand with an order for a phase, that strikes only by noting in which it does."""
 
-    def make(phase: str, delay_s: float) -> tuple[Hand, list[str]]:
-        hand, fell = Hand(tmp_path, "plc_0", 0), list[str]()
+    def make(phase: str, delay_s: float) -> tuple[Injector, list[str]]:
+        hand, fell = Injector(tmp_path, "plc_0", 0), list[str]()
         noting = replace(KINDS["cut"], strike=lambda _order: fell.append(hand.phase))
         monkeypatch.setitem(KINDS, "cut", noting)
         order = Order(fault=3, kind="cut", phase=phase, delay_s=delay_s, seconds=0.0)
@@ -289,7 +289,7 @@ def told_to_strike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def come_to(hand: Hand, *phases: str) -> None:
+def come_to(hand: Injector, *phases: str) -> None:
     for phase in phases:
         hand.enter(phase)
         hand.at(phase, 7)

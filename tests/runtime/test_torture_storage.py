@@ -30,8 +30,15 @@ from runtime.serving import RequestServer
 from runtime.snapshot import state_of
 from runtime.torture import holder
 from runtime.torture.damage import DAMAGES, flip, poison
-from runtime.torture.hand import ENV_FOLDER, ENV_OF_RANK, Hand, around, events_file, order_file
 from runtime.torture.holder import ENV_RUNNER
+from runtime.torture.injector import (
+    ENV_FOLDER,
+    ENV_OF_RANK,
+    Injector,
+    around,
+    events_file,
+    order_file,
+)
 from runtime.torture.kinds import (
     ANY,
     KINDS,
@@ -42,9 +49,9 @@ from runtime.torture.kinds import (
 )
 from runtime.torture.launch import Fleet
 from runtime.torture.ledger import audit, counted
-from runtime.torture.made import Restart
 from runtime.torture.report import Seen, judge
 from runtime.torture.run import Run
+from runtime.torture.run_record import Restart
 from runtime.torture.storage import (
     broken_claims,
     broken_promises,
@@ -129,7 +136,7 @@ def test_a_file_that_others_share_is_whole_in_those(folder: Path) -> None:
 def wrapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A folder, on the disk that a writer has under torture."""
     monkeypatch.setattr(disk, "write", disk.write)  # put back at the end
-    break_disk(Hand(tmp_path, "plc_0", 0))
+    break_disk(Injector(tmp_path, "plc_0", 0))
     (tmp_path / "shared").mkdir()
     handle = os.open(tmp_path / "shared", os.O_RDONLY | os.O_DIRECTORY)
     yield handle
@@ -168,7 +175,7 @@ def test_every_phase_of_a_save_begins_at_a_function_that_there_is() -> None:
 
 def test_who_comes_to_a_phase_strikes_once_and_says_so_before(tmp_path: Path) -> None:
     strike = (
-        "from pathlib import Path; from runtime.torture.hand import Hand;"
+        "from pathlib import Path; from runtime.torture.injector import Hand;"
         f"hand = Hand(Path({str(tmp_path)!r}), 'plc_0', 0);"
         "[hand.at(phase) for phase in ('write', 'verify', 'publish')]; print('lives')"
     )
@@ -187,9 +194,9 @@ def test_an_order_is_for_one_of_a_replica_s_ranks(tmp_path: Path) -> None:
     order = {"fault": 3, "kind": "slow", "phase": "copy", "delay_s": 0.0, "seconds": 0.0, "rank": 1}
     order_file(tmp_path, "plc_0").write_text(json.dumps(order))
 
-    Hand(tmp_path, "plc_0", 0).at("copy")
+    Injector(tmp_path, "plc_0", 0).at("copy")
     meanwhile = order_file(tmp_path, "plc_0").exists()
-    Hand(tmp_path, "plc_0", 1).at("copy")
+    Injector(tmp_path, "plc_0", 1).at("copy")
 
     assert meanwhile
     assert not order_file(tmp_path, "plc_0").exists()
@@ -201,7 +208,7 @@ def test_at_any_moment_is_at_any_of_the_training(tmp_path: Path, phase: str, tak
     order = {"fault": 3, "kind": "slow", "phase": ANY, "delay_s": 0.0, "seconds": 0.0}
     order_file(tmp_path, "plc_0").write_text(json.dumps(order))
 
-    Hand(tmp_path, "plc_0", 0).at(phase)
+    Injector(tmp_path, "plc_0", 0).at(phase)
 
     assert order_file(tmp_path, "plc_0").exists() == (not taken)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runtime.data import Batches
-from runtime.replica.division import Division
+from runtime.replica.fsdp import ShardGroup
 from runtime.replica.gloo import Gloo
 from runtime.replica.gradients import Wishes
 from runtime.replica.observing import Observer
@@ -140,8 +140,8 @@ def test_an_optimizer_whose_groups_are_not_as_torch_s_is_taken_as_it_is(
 def engine(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Iterator[StepEngine]:
     model[0].weight.grad = torch.ones(2, 3)  # of something that the script did before
     state = TrainingState(model, [optimizer], Batches(samples=24, shards=2))
-    gloo, division = Gloo("127.0.0.1"), Division(model, 0)
-    yield StepEngine(state, gloo, Observer(), division, mode="cover", max_grad_norm=None)
+    gloo, shard_group = Gloo("127.0.0.1"), ShardGroup(model, 0)
+    yield StepEngine(state, gloo, Observer(), shard_group, mode="cover", max_grad_norm=None)
     gloo.close()
 
 

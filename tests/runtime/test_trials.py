@@ -17,7 +17,7 @@ from runtime.checkpoint.interval import Pace
 from runtime.checkpoint.suspects import HELD_BACK_S, TOO_MANY, TRIAL_STEPS, DoesNotTrain
 from runtime.client import Trouble
 from runtime.image import Staged
-from runtime.replica import together as together_module
+from runtime.replica import all_ranks as together_module
 from runtime.replica.gradients import Tail
 from runtime.replica.peers import Reduced
 from runtime.replica.reporting import Committed
@@ -356,7 +356,7 @@ def test_who_waits_for_room_to_save_aside_holds_up_no_step(
 ) -> None:
     held: list[bool] = []
     monkeypatch.setattr(
-        pair.saver.rooms, "await_free", lambda _s: held.append(pair.rank._changing.locked())
+        pair.saver.copy_buffers, "await_free", lambda _s: held.append(pair.rank._changing.locked())
     )
 
     pair.rank.save_aside()
@@ -366,12 +366,12 @@ def test_who_waits_for_room_to_save_aside_holds_up_no_step(
 
 def fails(pair: Pair) -> None:
     """What was saved to the disk of our node last."""
-    pair.saver.delivery.failed("local", "No space left on device")
+    pair.saver.dispatcher.failed("local", "No space left on device")
 
 
 def hangs(pair: Pair) -> None:
     """What is being saved there."""
-    pair.saver.delivery._under_way["local", "save6"] = time.monotonic() - 60.0
+    pair.saver.dispatcher._under_way["local", "save6"] = time.monotonic() - 60.0
 
 
 @pytest.mark.parametrize("happens", [fails, hangs])

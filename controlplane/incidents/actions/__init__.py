@@ -36,22 +36,24 @@ from controlplane.incidents.actions.merging import (
     share_cause,
     title_of_loss,
 )
+from controlplane.incidents.actions.repairs import repair_node
 from controlplane.incidents.actions.requests import (
     admit_enrolled,
     admit_node,
-    bring_back,
-    bring_back_missed,
-    bring_back_sent_away,
-    bring_back_stopped,
     call_off,
     may_be_started,
     move_replica,
     order_node,
-    repair_node,
     restart_job,
     restore_coordinator,
     start_job,
     start_registered,
+)
+from controlplane.incidents.actions.restoring import (
+    bring_back,
+    bring_back_missed,
+    bring_back_sent_away,
+    bring_back_stopped,
 )
 from controlplane.incidents.actions.rma import (
     close_case,

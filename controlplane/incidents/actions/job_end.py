@@ -19,7 +19,8 @@ from controlplane.fleet.models import Command
 from controlplane.health.choices import SignalKind
 from controlplane.health.models import Signal
 from controlplane.incidents.actions.incidents import open_or_merge, resolve
-from controlplane.incidents.actions.requests import FOR_THE_JOB, WARM_SPARE, repair_node
+from controlplane.incidents.actions.repairs import repair_node
+from controlplane.incidents.actions.requests import FOR_THE_JOB, WARM_SPARE
 from controlplane.incidents.actions.runs import cancel_run
 from controlplane.incidents.choices import INCIDENT_UNRESOLVED, RUN_UNFINISHED, Severity
 from controlplane.incidents.models import Incident, PlaybookRun

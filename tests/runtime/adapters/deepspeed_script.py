@@ -98,7 +98,7 @@ def main() -> None:
     with runtime.WholeJob(job, state, [], saver, batches=batches, data_part=part) as whole:
         for step in whole.steps(job.options["steps"]):
             if step == 1:
-                saver.rooms.await_free(PATIENCE_S)  # then this step's edge does save
+                saver.copy_buffers.await_free(PATIENCE_S)  # then this step's edge does save
             for shard in whole.shards():
                 rows = torch.randn(len(shard.ids), 16, dtype=kind)
                 loss = (engine(rows) - rows.flip(1)).float().square().mean()

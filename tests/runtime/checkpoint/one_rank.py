@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import Checkpointer
-from runtime.checkpoint.rooms import ROOMS
+from runtime.checkpoint.copy_buffers import COPY_BUFFERS
 from runtime.checkpoint.tiers import TierName
 from runtime.client import CheckpointSaved, Sender, Trouble
 from runtime.job import Job
@@ -100,12 +100,12 @@ class OneRank:
         for step in steps:
             assert self.save(step) is not None
             self.told.until(lambda step=step: step in self.told.saved())  # type: ignore[misc]
-            self.told.until(lambda: not self.saver.delivery._asked)
-        rooms = ROOMS + ("object" in self.saver.tiers)
-        self.told.until(lambda: len(self.saver.rooms.there()[1]) == rooms)
+            self.told.until(lambda: not self.saver.dispatcher._asked)
+        copy_buffers = COPY_BUFFERS + ("object" in self.saver.tiers)
+        self.told.until(lambda: len(self.saver.copy_buffers.there()[1]) == copy_buffers)
 
     def writer(self, tier: TierName = "shared") -> int:
-        pid = self.saver.delivery._writers[tier].pid
+        pid = self.saver.dispatcher._writers[tier].pid
         assert pid is not None
         return pid
 
@@ -116,4 +116,4 @@ def read_from(trainer: OneRank, step: int, tier: TierName, name: str = "") -> st
 
 def unasked() -> int:
     """The size of a state for which there is room."""
-    raise AssertionError("it is not asked for while there are rooms")
+    raise AssertionError("it is not asked for while there are buffers")

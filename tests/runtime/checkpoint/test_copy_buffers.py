@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from runtime.checkpoint import memory_left, rooms
+from runtime.checkpoint import copy_buffers, memory_left
+from runtime.checkpoint.copy_buffers import CopyBuffers
 from runtime.checkpoint.large_pages import mapped
-from runtime.checkpoint.rooms import Rooms
 from runtime.priority import NICE
 from runtime.snapshot import pin
 from tests.runtime.replicas import until
@@ -40,19 +40,19 @@ class Untouched:
 
 
 @pytest.mark.parametrize("gib", [0.01, 0.25, 1, 4, 16, 512])
-def test_two_rooms_are_two_states_and_little_more(
+def test_two_buffers_are_two_states_and_little_more(
     gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rooms, "Room", Untouched)
-    made, size = Rooms(pytest.fail), int(gib * GIB)
+    monkeypatch.setattr(copy_buffers, "Room", Untouched)
+    made, size = CopyBuffers(pytest.fail), int(gib * GIB)
 
     made.prepare(size)
     until(made.all_free, "both are made")
-    found = [made.take() for _ in range(rooms.ROOMS)]
+    found = [made.take() for _ in range(copy_buffers.COPY_BUFFERS)]
 
     sizes = [len(room.memory) for room in found if room is not None]
     assert len(sizes) == 2
-    assert sum(sizes) > 2 * (size + rooms.SLACK_BYTES)
+    assert sum(sizes) > 2 * (size + copy_buffers.SLACK_BYTES)
     assert sum(sizes) <= 2 * size + OWN_BYTES / 2
 
 
@@ -62,28 +62,28 @@ def test_who_makes_a_room_gives_way_to_the_training() -> None:
     def pin(_memory: memoryview) -> None:
         priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
 
-    made = Rooms(pytest.fail, pin=pin)
+    made = CopyBuffers(pytest.fail, pin=pin)
     made.prepare(1 << 20)
     until(made.all_free, "both are made")
 
     own = os.getpriority(os.PRIO_PROCESS, 0)
-    assert priorities == [min(19, own + NICE)] * rooms.ROOMS
+    assert priorities == [min(19, own + NICE)] * copy_buffers.COPY_BUFFERS
 
 
 @pytest.fixture
 def taken_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Bytes of memory that all rooms took, each time before another was made."""
+    """Bytes of memory that all buffers took, each time before another was made."""
     made: list[int] = []
     taken: list[int] = []
-    room = rooms.Room
+    room = copy_buffers.CopyBuffer
 
-    def noted(*given: Any) -> rooms.Room:
+    def noted(*given: Any) -> copy_buffers.CopyBuffer:
         taken.append(sum(os.fstat(fd).st_blocks * 512 for fd in made))
         one = room(*given)
         made.append(os.dup(one.fd))
         return one
 
-    monkeypatch.setattr(rooms, "Room", noted)
+    monkeypatch.setattr(copy_buffers, "Room", noted)
     yield taken
     for fd in made:
         os.close(fd)
@@ -92,7 +92,7 @@ def taken_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 def test_a_room_that_is_not_given_back_keeps_no_other_from_growing(
     taken_before: list[int],
 ) -> None:
-    made = Rooms(pytest.fail)
+    made = CopyBuffers(pytest.fail)
     made.prepare(1 << 20)
     until(made.all_free, "both are made")
     first = made.take()
@@ -114,8 +114,8 @@ def test_a_room_that_is_not_given_back_keeps_no_other_from_growing(
     assert taken_before == [0, small, small, large]
 
 
-def test_rooms_that_are_on_their_way_to_a_writer_stay_open_though_larger_ones_are_made() -> None:
-    made = Rooms(pytest.fail)
+def test_buffers_that_are_on_their_way_to_a_writer_stay_open_though_larger_ones_are_made() -> None:
+    made = CopyBuffers(pytest.fail)
     made.prepare(1 << 20)
     until(made.all_free, "both are made")
     _generation, given = made.there()
@@ -125,8 +125,8 @@ def test_rooms_that_are_on_their_way_to_a_writer_stay_open_though_larger_ones_ar
 
     names = [Path(f"/proc/self/fd/{room.fd}").readlink().name for room in given]
     assert sorted(name.split()[0] for name in names) == [
-        "memfd:drydock-room-0",
-        "memfd:drydock-room-1",
+        "memfd:drydock-copy-0",
+        "memfd:drydock-copy-1",
     ]
     assert [os.fstat(room.fd).st_blocks for room in given] == [0, 0]
 
@@ -171,23 +171,23 @@ def card(monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
     return runtime
 
 
-def test_rooms_are_pinned_where_a_card_is_in_use_for_as_long_as_they_are_mapped(
+def test_buffers_are_pinned_where_a_card_is_in_use_for_as_long_as_they_are_mapped(
     card: CudaRuntime,
 ) -> None:
-    made = Rooms(pytest.fail, pin=pin)
+    made = CopyBuffers(pytest.fail, pin=pin)
     made.prepare(1 << 20)
     until(made.all_free, "both are made")
     room = made.take()
     assert room is not None
     assert card.pinned[ctypes.addressof(ctypes.c_char.from_buffer(room.memory))] >= 1 << 20
-    assert len(card.pinned) == rooms.ROOMS
+    assert len(card.pinned) == copy_buffers.COPY_BUFFERS
     assert card.streams  # the first takes a pool of them, and no save waits for that
 
     del room
     made.close()
     gc.collect()
     assert card.pinned == {}
-    assert card.still_mapped == [True] * rooms.ROOMS
+    assert card.still_mapped == [True] * copy_buffers.COPY_BUFFERS
 
 
 def test_a_room_for_which_the_card_had_too_little_memory_does_not_stay_pinned(
@@ -200,7 +200,7 @@ def test_a_room_for_which_the_card_had_too_little_memory_does_not_stay_pinned(
 
     monkeypatch.setattr(torch.cuda, "Stream", full)
     told: list[str] = []
-    made = Rooms(told.append, pin=pin)
+    made = CopyBuffers(told.append, pin=pin)
 
     made.prepare(1 << 20)
     until(lambda: told, "it could not be made")
@@ -212,7 +212,7 @@ def test_a_room_for_which_the_card_had_too_little_memory_does_not_stay_pinned(
 
 
 def test_what_the_driver_does_not_pin_is_used_all_the_same(card: CudaRuntime) -> None:
-    made = Rooms(pytest.fail, pin=pin)
+    made = CopyBuffers(pytest.fail, pin=pin)
     made.prepare(1 << 25)
     until(made.all_free, "both are made")
 
@@ -227,7 +227,7 @@ def test_a_room_that_could_not_be_had_is_made_later_and_told_of_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     short = [3]  # so many times there is no memory
-    room = rooms.Room
+    room = copy_buffers.CopyBuffer
 
     def scarce(number: int, *given: Any) -> Any:
         if number and short[0]:
@@ -235,10 +235,10 @@ def test_a_room_that_could_not_be_had_is_made_later_and_told_of_once(
             raise OSError(12, "Cannot allocate memory")
         return room(number, *given)
 
-    monkeypatch.setattr(rooms, "Room", scarce)
-    monkeypatch.setattr(rooms, "RETRY_S", 0.0)
+    monkeypatch.setattr(copy_buffers, "Room", scarce)
+    monkeypatch.setattr(copy_buffers, "RETRY_S", 0.0)
     told: list[str] = []
-    made = Rooms(told.append)
+    made = CopyBuffers(told.append)
     made.prepare(1 << 20)
     taken = made.take(PATIENCE_S)
     assert taken is not None
@@ -246,7 +246,7 @@ def test_a_room_that_could_not_be_had_is_made_later_and_told_of_once(
 
     def asked() -> bool:
         made.complete()
-        return len(made.there()[1]) == rooms.ROOMS
+        return len(made.there()[1]) == copy_buffers.COPY_BUFFERS
 
     until(asked, "it is there")
     made.give_back(taken)
@@ -257,15 +257,15 @@ def test_a_room_that_could_not_be_had_is_made_later_and_told_of_once(
     made.close()
 
 
-def test_rooms_for_which_no_thread_can_be_started_are_made_later_and_told_of_once(
+def test_buffers_for_which_no_thread_can_be_started_are_made_later_and_told_of_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(_thread: threading.Thread) -> NoReturn:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(rooms, "RETRY_S", 0.0)
+    monkeypatch.setattr(copy_buffers, "RETRY_S", 0.0)
     told: list[str] = []
-    made = Rooms(told.append)
+    made = CopyBuffers(told.append)
     with monkeypatch.context() as crowded:
         crowded.setattr(threading.Thread, "start", fails)
         had = [made.prepare(1 << 20) for _ in range(2)]
@@ -278,7 +278,7 @@ def test_rooms_for_which_no_thread_can_be_started_are_made_later_and_told_of_onc
     assert text.endswith("can't start new thread")
 
 
-def test_rooms_that_a_card_refuses_are_made_later_and_told_of_once(
+def test_buffers_that_a_card_refuses_are_made_later_and_told_of_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tries: list[int] = []
@@ -288,9 +288,9 @@ def test_rooms_that_a_card_refuses_are_made_later_and_told_of_once(
         if len(tries) == 1:
             raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(rooms, "RETRY_S", 0.0)
+    monkeypatch.setattr(copy_buffers, "RETRY_S", 0.0)
     told: list[str] = []
-    made = Rooms(told.append, pin=pin)
+    made = CopyBuffers(told.append, pin=pin)
     made.prepare(1 << 20)
     until(lambda: told, "it is told")
 
@@ -310,7 +310,7 @@ def test_no_room_is_begun_for_which_there_cannot_be_memory(
 ) -> None:
     monkeypatch.setattr(memory_left, "left_bytes", lambda: 1 << 20)
     told: list[str] = []
-    made = Rooms(told.append)
+    made = CopyBuffers(told.append)
 
     made.prepare(1 << 20)
     room = made.take(PATIENCE_S)
@@ -328,11 +328,11 @@ def test_where_the_rest_of_a_room_cannot_be_had_any_more_it_is_given_up(
     """Other ranks have made theirs meanwhile."""
     left = iter([1 << 30, 1 << 20])
     monkeypatch.setattr(memory_left, "left_bytes", lambda: next(left))
-    monkeypatch.setattr(rooms, "LOOK_BYTES", 2 * rooms.SLICE_BYTES)
+    monkeypatch.setattr(copy_buffers, "LOOK_BYTES", 2 * copy_buffers.SLICE_BYTES)
     told: list[str] = []
-    made = Rooms(told.append)
+    made = CopyBuffers(told.append)
 
-    made.prepare(4 * rooms.SLICE_BYTES)
+    made.prepare(4 * copy_buffers.SLICE_BYTES)
     room = made.take(PATIENCE_S)
     made.close()
 
@@ -340,14 +340,14 @@ def test_where_the_rest_of_a_room_cannot_be_had_any_more_it_is_given_up(
     assert len(told) == 1
 
 
-def test_rooms_that_are_being_made_at_the_end_are_given_up() -> None:
+def test_buffers_that_are_being_made_at_the_end_are_given_up() -> None:
     begun, over = threading.Event(), threading.Event()
 
     def pin(_memory: memoryview) -> None:
         begun.set()
         assert over.wait(PATIENCE_S)
 
-    made = Rooms(pytest.fail, pin=pin)
+    made = CopyBuffers(pytest.fail, pin=pin)
     made.prepare(1 << 20)
     assert begun.wait(PATIENCE_S)
     made.close()

@@ -203,7 +203,7 @@ def hang_at_the_second_save(trainer: OneRank) -> None:
     os.kill(trainer.writer("shared"), signal.SIGSTOP)
     trainer.save(2, last=False)
     trainer.told.until(lambda: trainer.told.saved() == [1, 1, 2])
-    trainer.told.until(lambda: ("local", "save2") not in trainer.saver.delivery._asked)
+    trainer.told.until(lambda: ("local", "save2") not in trainer.saver.dispatcher._asked)
 
 
 def go_on(trainer: OneRank) -> None:
@@ -222,7 +222,7 @@ def test_a_store_that_hangs_holds_up_no_other(on_two_tiers: OneRank) -> None:
         begun = saver.save(partial(copy_of_step, step), f"save{step}", ["local"])
         assert begun is not None
         on_two_tiers.told.until(lambda step=step: step in on_two_tiers.told.saved())  # type: ignore[misc]
-        on_two_tiers.told.until(saver.rooms.any_free)
+        on_two_tiers.told.until(saver.copy_buffers.any_free)
     go_on(on_two_tiers)
     on_two_tiers.told.until(lambda: saver.ready(["shared"]) == {"shared"})
 
@@ -235,8 +235,8 @@ def test_a_state_that_grows_while_a_store_hangs_is_saved_to_the_others(
 ) -> None:
     saver = on_two_tiers.saver
     hang_at_the_second_save(on_two_tiers)
-    on_two_tiers.told.until(saver.rooms.any_free)
-    (free,) = [os.dup(room.fd) for room in saver.rooms._free]
+    on_two_tiers.told.until(saver.copy_buffers.any_free)
+    (free,) = [os.dup(room.fd) for room in saver.copy_buffers._free]
 
     def larger(into: memoryview | None) -> Copying:
         return Copying({"weight": torch.ones(4 << 20)}, 3, into)
@@ -248,22 +248,22 @@ def test_a_state_that_grows_while_a_store_hangs_is_saved_to_the_others(
     left = os.fstat(free).st_blocks  # though the one that hangs has it mapped
     os.close(free)
     go_on(on_two_tiers)
-    on_two_tiers.told.until(saver.rooms.all_free)
+    on_two_tiers.told.until(saver.copy_buffers.all_free)
 
     assert first is None
     assert left == 0
-    assert all(len(room.memory) > again.table.bytes for room in saver.rooms._free)
+    assert all(len(room.memory) > again.table.bytes for room in saver.copy_buffers._free)
     assert on_two_tiers.told.troubles() == []
 
 
 def test_a_writer_that_hangs_keeps_no_more_than_its_save_once_the_trainer_has_ended(
     on_two_tiers: OneRank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has all rooms mapped, and the job's next start on this node needs the memory."""
+    """It has all buffers mapped, and the job's next start on this node needs the memory."""
     saver = on_two_tiers.saver
     hang_at_the_second_save(on_two_tiers)
-    on_two_tiers.told.until(saver.rooms.any_free)
-    (free,) = [os.dup(room.fd) for room in saver.rooms._free]
+    on_two_tiers.told.until(saver.copy_buffers.any_free)
+    (free,) = [os.dup(room.fd) for room in saver.copy_buffers._free]
     writer = on_two_tiers.writer("shared")
     ended = os.pidfd_open(writer)
     monkeypatch.setattr("runtime.checkpoint.saver.FINISH_S", SOON_S)

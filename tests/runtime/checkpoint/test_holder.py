@@ -420,6 +420,7 @@ def test_while_a_run_saves_here_another_does_not_take_its_place(address: str) ->
     [
         ({"op": "hold", "step": 1}, "missing 6 required"),
         ({"op": "read", "rank": 0}, "save"),
+        ({"op": "read", "rank": "first", "save": "save7", "digest": ""}, "invalid literal"),
         ({"op": "forget"}, "unknown op 'forget'"),
     ],
 )

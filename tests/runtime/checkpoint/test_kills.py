@@ -67,7 +67,7 @@ def seconds_to_save(trainer: OneRank, step: int) -> float:
 
 def kill_writer(trainer: OneRank) -> None:
     os.kill(trainer.writer(), signal.SIGKILL)
-    trainer.told.until(lambda: trainer.saver.delivery._writers["shared"].pid is None)
+    trainer.told.until(lambda: trainer.saver.dispatcher._writers["shared"].pid is None)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.checkpoint import rooms
+from runtime.checkpoint import copy_buffers
+from runtime.checkpoint.copy_buffers import CopyBuffer, unpinned
 from runtime.checkpoint.large_pages import LARGE_BYTES, collapse, mapped
-from runtime.checkpoint.rooms import Room, unpinned
 
 SIZE = 2 * LARGE_BYTES + 4096
 
@@ -78,17 +78,17 @@ def can_collapse() -> bool:
 
 @pytest.mark.skipif(not can_collapse(), reason="this kernel gives shared memory no large pages")
 def test_a_room_lies_in_large_pages() -> None:
-    room = Room(7, 3 * LARGE_BYTES, lambda _seconds: None, unpinned)
+    room = CopyBuffer(7, 3 * LARGE_BYTES, lambda _seconds: None, unpinned)
 
-    assert kilobytes("drydock-room-7", "ShmemPmdMapped") == [3 * LARGE_BYTES // 1024]
+    assert kilobytes("drydock-copy-7", "ShmemPmdMapped") == [3 * LARGE_BYTES // 1024]
     assert not any(room.memory)
 
 
 def test_a_room_in_small_pages_is_touched_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rooms, "collapse", lambda _memory: False)
+    monkeypatch.setattr(copy_buffers, "collapse", lambda _memory: False)
 
-    room = Room(8, SIZE, lambda _seconds: None, unpinned)
+    room = CopyBuffer(8, SIZE, lambda _seconds: None, unpinned)
 
-    assert kilobytes("drydock-room-8", "Rss") == [SIZE // 1024]
-    assert kilobytes("drydock-room-8", "ShmemPmdMapped") == [0]
+    assert kilobytes("drydock-copy-8", "Rss") == [SIZE // 1024]
+    assert kilobytes("drydock-copy-8", "ShmemPmdMapped") == [0]
     assert not any(room.memory)

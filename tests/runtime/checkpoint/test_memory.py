@@ -26,7 +26,7 @@ GROWTH_BYTES = 4 * MB
 OWN_BYTES = 64 * MB  # beside the copies of the state
 OBJECTS_BYTES = 20 * MB  # and what writes to an object store is one process more
 HELD = 2  # states that a holder needs memory for, of replicas of one rank
-ROOM = "/memfd:drydock-room"
+ROOM = "/memfd:drydock-copy"
 HOLDER_BYTES = 32 * MB  # beside those: it is a process
 
 
@@ -35,14 +35,14 @@ class Memory:
     """Of a trainer, its writers and its node's holder, in bytes."""
 
     trainer: int  # what no file has, after a step: in the middle of one there is more
-    rooms: int
-    writers: int  # without rooms
+    copy_buffers: int
+    writers: int  # without buffers
     holder: int
 
     @property
     def own(self) -> int:
         """What is there for the checkpoints alone."""
-        return self.rooms + self.writers
+        return self.copy_buffers + self.writers
 
     @property
     def all(self) -> int:
@@ -55,14 +55,14 @@ class Memory:
         _address, holder = fleet.holder(0)
         return Memory(
             trainer=fleet.last(0)["anonymous"],
-            rooms=rooms_of(trainer.pid),
-            writers=sum(beside_rooms(one.pid) for one in writers),
-            holder=beside_rooms(holder),
+            copy_buffers=buffers_of(trainer.pid),
+            writers=sum(beside_buffers(one.pid) for one in writers),
+            holder=beside_buffers(holder),
         )
 
 
-def rooms_of(pid: int) -> int:
-    """Bytes that this process's rooms take, whoever maps them by now."""
+def buffers_of(pid: int) -> int:
+    """Bytes that this process's buffers take, whoever maps them by now."""
     found = [path.stat() for path in Path(f"/proc/{pid}/fd").iterdir() if ROOM in name_of(path)]
     return 512 * sum({one.st_ino: one.st_blocks for one in found}.values())
 
@@ -74,7 +74,7 @@ def name_of(descriptor: Path) -> str:
     return ""
 
 
-def beside_rooms(pid: int) -> int:
+def beside_buffers(pid: int) -> int:
     """Bytes of this process: a page that several processes map counts in equal parts for each."""
     mapped = Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:")
     return sum(pss(one) for one in mapped if ROOM not in one)
@@ -179,8 +179,8 @@ def state_bytes(door: Door) -> int:
 
 def show(when: str, some: list[Memory], door: Door) -> None:
     print(  # noqa: T201
-        f"{when}: trainer {kept(some, 'trainer') / MB:.1f} MB, rooms "
-        f"{kept(some, 'rooms') / MB:.1f}, writers {kept(some, 'writers') / MB:.1f}, "
+        f"{when}: trainer {kept(some, 'trainer') / MB:.1f} MB, buffers "
+        f"{kept(some, 'buffers') / MB:.1f}, writers {kept(some, 'writers') / MB:.1f}, "
         f"all {kept(some, 'all') / MB:.1f}, holder {kept(some, 'holder') / MB:.1f}; own "
         f"{max(one.own for one in some) / MB:.1f} at most, holder "
         f"{max(one.holder for one in some) / MB:.1f}, of a state of {state_bytes(door) / MB:.1f}"

@@ -914,7 +914,7 @@ def test_a_writer_that_dies_leaves_the_ones_before(trainer: OneRank) -> None:
     trainer.told.until(lambda: len(trainer.told.messages) == 2)
     os.kill(trainer.writer("object"), signal.SIGSTOP)
     trainer.save(2, last=False)
-    trainer.told.until(lambda: ("object", "save2") in trainer.saver.delivery._asked)
+    trainer.told.until(lambda: ("object", "save2") in trainer.saver.dispatcher._asked)
     os.kill(trainer.writer("object"), signal.SIGKILL)
     trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
     trainer.save_all(3)

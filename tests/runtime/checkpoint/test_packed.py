@@ -631,7 +631,7 @@ def saved(trainer: OneRank, step: int) -> dict[str, CheckpointSaved]:
         return {one.tier: one for one in told if one.step == step}
 
     trainer.told.until(lambda: len(found()) == 3)
-    trainer.told.until(lambda: not trainer.saver.delivery._asked)
+    trainer.told.until(lambda: not trainer.saver.dispatcher._asked)
     return found()
 
 
@@ -682,13 +682,13 @@ def test_what_nobody_packs_to_the_same_again_is_shared_once_and_then_written_ane
         staged = staged_at(step)
         size, start = len(staged.buffer), aligned(len(staged.buffer), mmap.PAGESIZE)
         described = json.dumps({"step": step, "save": f"save{step}", **staged.table.describe()})
-        writer._rooms[0] = pages(start + len(described))
-        writer._rooms[0][:size] = staged.buffer
-        writer._rooms[0][start:] = described.encode()
+        writer._copy_buffers[0] = pages(start + len(described))
+        writer._copy_buffers[0][:size] = staged.buffer
+        writer._copy_buffers[0][start:] = described.encode()
         trainer.send(json.dumps({"op": "copied", "save": f"save{step}", "bytes": size}).encode())
         writer._save(
             {
-                "room": 0, "image": size, "described": len(described), "step": step,
+                "buffer": 0, "image": size, "described": len(described), "step": step,
                 "save": f"save{step}", "facts": {}, "folder": str(tmp_path), "rank": 0, "ranks": 1,
                 "share": 0, "shares": 1, "keep": 9, "keep_for_s": 0, "common": None, "pack": True,
             }

@@ -17,7 +17,7 @@ ranks_ = st.integers(1, 9)
 
 
 def part(tensor: torch.Tensor, rank: int, ranks: int, dim: int = 0) -> dict[str, Any]:
-    """As `Division.taken_apart` gives it; cut by torch itself."""
+    """As `taken_apart` gives it; cut by torch itself."""
     chunks = torch.chunk(tensor, ranks, dim)
     empty = tensor.narrow(dim, 0, 0)
     mine = chunks[rank] if rank < len(chunks) else empty

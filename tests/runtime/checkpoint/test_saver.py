@@ -17,9 +17,9 @@ import torch
 
 from runtime.checkpoint import saver as saver_module
 from runtime.checkpoint import store
+from runtime.checkpoint.copy_buffers import SLACK_BYTES
 from runtime.checkpoint.draft import HOST
 from runtime.checkpoint.manifest import sealed
-from runtime.checkpoint.rooms import SLACK_BYTES
 from runtime.checkpoint.tiers import TierName, tiers_of
 from runtime.checkpoint.writer_handle import WRITER_MODULE, WriterHandle
 from runtime.client import CheckpointSaved, Trouble
@@ -158,7 +158,7 @@ def test_what_another_replica_s_process_left_on_this_disk_goes_once_ours_is_late
         begin = partial(copy_of_step, step)
         assert saver.save(begin, f"save{step}", ["local"], replica=replica, last=True)
         one.told.until(lambda: step in one.told.saved())
-        one.told.until(lambda: not saver.delivery._asked)
+        one.told.until(lambda: not saver.dispatcher._asked)
         there = (tmp_path / "disk").glob("*/*/replica-*/step-*")
         return {f"{path.parent.name[8]}: {path.name[-1]}" for path in there}
 
@@ -181,7 +181,7 @@ def test_of_several_copies_on_this_disk_one_that_is_whole_is_read(
         assert saver.save(begin, "save7", ["local"], replica=replica, last=True)
         copies = replica + 1
         on_two_tiers.told.until(lambda copies=copies: on_two_tiers.told.saved() == [7] * copies)  # type: ignore[misc]
-        on_two_tiers.told.until(lambda: not saver.delivery._asked)  # both have one name
+        on_two_tiers.told.until(lambda: not saver.dispatcher._asked)  # both have one name
     (first,) = (tmp_path / "disk").glob("*/*/replica-0-rank-0/step-00000007")
     flip_a_bit(first / "rank-0-0000.bin", 1000)
 
@@ -294,7 +294,7 @@ def test_what_describes_a_state_may_grow_from_save_to_save(trainer: OneRank) -> 
 
 def test_without_room_a_save_is_skipped_and_told(trainer: OneRank) -> None:
     trainer.save_all(1)
-    trainer.told.until(trainer.saver.rooms.all_free)
+    trainer.told.until(trainer.saver.copy_buffers.all_free)
     os.kill(trainer.writer(), signal.SIGSTOP)
     began = [trainer.save(step, last=False) is not None for step in (2, 3, 4)]
     ready = [trainer.saver.prepare(unasked, ["shared"]) for _ in range(2)]
@@ -348,14 +348,14 @@ def hold_up_the_next(trainer: OneRank, step: int) -> None:
     assert trainer.saver.ready(["shared"]) == set()
     os.kill(trainer.writer(), signal.SIGCONT)
     trainer.told.until(lambda: trainer.saver.ready(["shared"]) == {"shared"})
-    trainer.told.until(lambda: not trainer.saver.delivery._asked)
+    trainer.told.until(lambda: not trainer.saver.dispatcher._asked)
 
 
 def test_a_killed_writer_costs_its_save_and_the_next_succeeds(trainer: OneRank) -> None:
     trainer.save_all(1)
     os.kill(trainer.writer(), signal.SIGSTOP)
     trainer.save(2)
-    trainer.told.until(lambda: ("shared", "save2") in trainer.saver.delivery._asked)
+    trainer.told.until(lambda: ("shared", "save2") in trainer.saver.dispatcher._asked)
     os.kill(trainer.writer(), signal.SIGKILL)
     trainer.told.until(lambda: "checkpoint_failed" in trainer.told.troubles())
 
@@ -378,11 +378,11 @@ def test_a_folder_that_cannot_be_written_is_told_and_may_be_mended(
     assert trainer.saver.sources.saves() == [(2, "save2", "shared")]
 
 
-def test_a_state_that_grows_gets_other_rooms(trainer: OneRank) -> None:
+def test_a_state_that_grows_gets_other_buffers(trainer: OneRank) -> None:
     trainer.save_all(1)
-    trainer.saver.rooms.prepare(1)
+    trainer.saver.copy_buffers.prepare(1)
     larger = {"weight": torch.ones(16 << 20)}
-    former = [weakref.ref(room.memory.obj) for room in trainer.saver.rooms.there()[1]]
+    former = [weakref.ref(room.memory.obj) for room in trainer.saver.copy_buffers.there()[1]]
 
     trainer.saver.tiers = tiers_of(trainer.saver.job, 3600.0, 3, 1e-3)
     first = trainer.saver.save(lambda into: Copying(larger, 2, into), "larger")
@@ -519,11 +519,11 @@ def test_a_copy_that_is_interrupted_keeps_no_room(trainer: OneRank) -> None:
         raise KeyboardInterrupt
 
     trainer.save_all(1)
-    trainer.told.until(trainer.saver.rooms.all_free)
+    trainer.told.until(trainer.saver.copy_buffers.all_free)
     with pytest.raises(KeyboardInterrupt):
         trainer.saver.save(begin, "x", last=True)
 
-    assert trainer.saver.rooms.all_free()
+    assert trainer.saver.copy_buffers.all_free()
 
 
 def test_a_state_of_which_no_copy_can_be_made_costs_no_step(trainer: OneRank) -> None:
@@ -548,7 +548,7 @@ def test_a_state_that_has_no_size_costs_no_step_before_there_is_room(trainer: On
         raise TypeError("state.extra is a set")
 
     ready = trainer.saver.prepare(fails)
-    trainer.told.until(trainer.saver.rooms.any_free)
+    trainer.told.until(trainer.saver.copy_buffers.any_free)
     begun = trainer.saver.save(fails, "x")
     trainer.save_all(2)
 
@@ -599,7 +599,7 @@ def test_the_last_save_is_made_also_where_memory_could_not_be_had_just_now(
     trainer: OneRank,
 ) -> None:
     trainer.save_all(1)
-    trainer.saver.rooms._put_off(MemoryError("none"))
+    trainer.saver.copy_buffers._put_off(MemoryError("none"))
     large = {"weight": torch.ones(4 << 20)}
     tried: list[memoryview | None] = []
 
@@ -617,16 +617,16 @@ def test_the_last_save_is_made_also_where_memory_could_not_be_had_just_now(
 
 def test_a_writer_that_died_takes_no_room_that_was_given_to_the_next(trainer: OneRank) -> None:
     trainer.save_all(1)
-    trainer.told.until(lambda: not trainer.saver.delivery._asked)
-    life = trainer.saver.delivery._writers["shared"]._life
+    trainer.told.until(lambda: not trainer.saver.dispatcher._asked)
+    life = trainer.saver.dispatcher._writers["shared"]._life
     os.kill(trainer.writer(), signal.SIGSTOP)
     for step in (2, 3):
         trainer.save(step)
-    trainer.told.until(lambda: len(trainer.saver.delivery._asked) == 2)
+    trainer.told.until(lambda: len(trainer.saver.dispatcher._asked) == 2)
 
-    trainer.saver.delivery._hear("shared", {"op": "died", "life": life - 1, "code": -9})
+    trainer.saver.dispatcher._hear("shared", {"op": "died", "life": life - 1, "code": -9})
 
-    assert not trainer.saver.rooms.any_free()
+    assert not trainer.saver.copy_buffers.any_free()
     os.kill(trainer.writer(), signal.SIGCONT)
     trainer.told.until(lambda: trainer.told.saved() == [1, 2, 3])
 
@@ -670,14 +670,14 @@ def test_a_copy_that_fails_becomes_no_checkpoint(
 def test_that_the_object_store_fails_is_told_anew_once_others_may_have_written_there(
     trainer: OneRank,
 ) -> None:
-    delivery = trainer.saver.delivery
+    dispatcher = trainer.saver.dispatcher
     for came, gone in ((False, False), (False, True)):
-        delivery.failed("object", "no route")
-        delivery.failed("object", "no route")
-        delivery.regrouped(came=came, gone=gone)
-    delivery.failed("local", "no space")
-    delivery.regrouped(came=True, gone=True)
-    delivery.failed("local", "no space")
+        dispatcher.failed("object", "no route")
+        dispatcher.failed("object", "no route")
+        dispatcher.regrouped(came=came, gone=gone)
+    dispatcher.failed("local", "no space")
+    dispatcher.regrouped(came=True, gone=True)
+    dispatcher.failed("local", "no space")
 
     told = [one.subject for one in trainer.told.messages if isinstance(one, Trouble)]
     assert told == ["object", "object", "local"]

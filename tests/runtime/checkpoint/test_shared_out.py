@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from runtime.checkpoint import store
-from runtime.checkpoint.delivery import UNSEEN
+from runtime.checkpoint.dispatch import UNSEEN
 from runtime.client import CheckpointSaved
 from tests.runtime.checkpoint.one_rank import PATIENCE_S, SIZE, OneRank
 from tests.runtime.checkpoint.states import (
@@ -54,14 +54,14 @@ def without_room_for_a_share(tmp_path: Path) -> OneRank:
     """One whose share of a save could not be written."""
     one = OneRank(tmp_path)
     failed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    one.saver.delivery.on_shared_failed = failed.put
-    one.saver.delivery.sees_others = True
+    one.saver.dispatcher.on_shared_failed = failed.put
+    one.saver.dispatcher.sees_others = True
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     (folder / ".writing-00000007-save7").write_text("in the way")
     assert one.save(7, share=(1, 2)) is not None
     assert failed.get(timeout=PATIENCE_S)  # a share, and not all
-    one.told.until(lambda: not one.saver.delivery.busy(["shared"]))
+    one.told.until(lambda: not one.saver.dispatcher.busy(["shared"]))
     assert store.candidates(folder) == []
     return one
 
@@ -72,8 +72,8 @@ def test_a_share_that_fails_is_told_once_another_could_write(tmp_path: Path) -> 
     could_share = one.saver.can_share()
 
     for _ in range(2):
-        one.saver.delivery.look("save8")
-        one.told.until(lambda: not one.saver.delivery._looking)
+        one.saver.dispatcher.look("save8")
+        one.told.until(lambda: not one.saver.dispatcher._looking)
     one.saver.finish()
 
     assert (early, could_share) == ([], False)
@@ -83,8 +83,8 @@ def test_a_share_that_fails_is_told_once_another_could_write(tmp_path: Path) -> 
 def test_where_one_alone_fails_too_the_others_are_silent(tmp_path: Path) -> None:
     one = without_room_for_a_share(tmp_path)
 
-    one.saver.delivery.forgive(told=True)
-    one.saver.delivery.look("save8")
+    one.saver.dispatcher.forgive(told=True)
+    one.saver.dispatcher.look("save8")
     one.saver.finish()
 
     assert one.told.troubles() == []
@@ -96,14 +96,14 @@ def test_of_a_folder_that_nobody_can_write_to_one_tells(tmp_path: Path) -> None:
     first.save_all(1)
     failing_in_the_folder_of_all(first, 2)
     for one in (first, second):
-        one.saver.delivery.forgive(told=True)
+        one.saver.dispatcher.forgive(told=True)
     failed: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    second.saver.delivery.on_shared_failed = failed.put
+    second.saver.dispatcher.on_shared_failed = failed.put
 
     second.save(2)
     assert not failed.get(timeout=PATIENCE_S)
     silent = second.told.troubles()
-    second.saver.delivery.regrouped(came=False, gone=True)
+    second.saver.dispatcher.regrouped(came=False, gone=True)
     failing_in_the_folder_of_all(second, 3)
     for one in (first, second):
         one.saver.finish()
@@ -116,19 +116,22 @@ def test_who_sees_what_another_wrote_can_share(tmp_path: Path) -> None:
     apart = OneRank(tmp_path / "elsewhere")
     for one in (writes, looks, apart):
         one.save_all(3)
-        one.saver.delivery.sees_others = False
+        one.saver.dispatcher.sees_others = False
     writes.save(4, "epoch9x4")
     writes.told.until(lambda: 4 in writes.told.saved())
 
-    looks.saver.delivery.look("epoch9")
+    looks.saver.dispatcher.look("epoch9")
     for _ in range(2 * UNSEEN):
-        apart.saver.delivery.look("epoch9")
-        apart.told.until(lambda: not apart.saver.delivery._looking)
-    looks.told.until(lambda: looks.saver.delivery.sees_others)
+        apart.saver.dispatcher.look("epoch9")
+        apart.told.until(lambda: not apart.saver.dispatcher._looking)
+    looks.told.until(lambda: looks.saver.dispatcher.sees_others)
     for one in (writes, looks, apart):
         one.saver.finish()  # all that was asked is answered
 
-    assert (writes.saver.delivery.sees_others, apart.saver.delivery.sees_others) == (True, False)
+    assert (writes.saver.dispatcher.sees_others, apart.saver.dispatcher.sees_others) == (
+        True,
+        False,
+    )
     assert (looks.told.troubles(), apart.told.troubles()) == ([], ["checkpoints_not_shared"])
 
 
@@ -137,9 +140,9 @@ def test_what_others_wrote_is_looked_for_again_once_somebody_came(trainer: OneRa
     stays, goes, comes = ({"replica": 0, "placement": name, "holders": []} for name in "abc")
     sees = []
     for members in ([stays, goes], [stays], [stays, comes]):
-        trainer.saver.delivery.sees_others = True
+        trainer.saver.dispatcher.sees_others = True
         trainer.saver.meet(members, 0)
-        sees.append(trainer.saver.delivery.sees_others)
+        sees.append(trainer.saver.dispatcher.sees_others)
 
     assert sees == [False, True, False]
 
@@ -162,8 +165,8 @@ def test_who_could_not_write_and_sees_what_another_wrote_is_well_again(tmp_path:
     in_the_way.unlink()
     writes.save_all(5)
 
-    fails.saver.delivery.look("save5")
-    fails.told.until(lambda: fails.saver.delivery.sees_others)
+    fails.saver.dispatcher.look("save5")
+    fails.told.until(lambda: fails.saver.dispatcher.sees_others)
     again = failing_in_the_folder_of_all(fails, 6)
     fails.told.until(lambda: len(fails.told.troubles()) == 3)
     for one in (fails, writes):
@@ -182,9 +185,9 @@ def test_who_sees_what_another_wrote_in_its_stead_is_not_well_for_that(tmp_path:
     writes.save_all(8)
 
     for _ in range(2):
-        one.saver.delivery.look("save8")
-        one.told.until(lambda: not one.saver.delivery._looking)
-    one.told.until(lambda: one.saver.delivery.sees_others)
+        one.saver.dispatcher.look("save8")
+        one.told.until(lambda: not one.saver.dispatcher._looking)
+    one.told.until(lambda: one.saver.dispatcher.sees_others)
     for each in (one, writes):
         each.saver.finish()
 
@@ -194,13 +197,13 @@ def test_who_sees_what_another_wrote_in_its_stead_is_not_well_for_that(tmp_path:
 def test_a_writer_that_died_is_started_to_look(tmp_path: Path) -> None:
     one = OneRank(tmp_path)
     one.save_all(3)
-    one.saver.delivery.sees_others = False
+    one.saver.dispatcher.sees_others = False
     os.kill(one.writer(), signal.SIGKILL)
-    one.told.until(lambda: one.saver.delivery._writers["shared"].pid is None)
+    one.told.until(lambda: one.saver.dispatcher._writers["shared"].pid is None)
 
-    one.saver.delivery.look("save3")
-    one.told.until(lambda: not one.saver.delivery._looking)
+    one.saver.dispatcher.look("save3")
+    one.told.until(lambda: not one.saver.dispatcher._looking)
     one.saver.finish()
 
-    assert one.saver.delivery.sees_others
+    assert one.saver.dispatcher.sees_others
     assert one.told.troubles() == []

@@ -71,7 +71,7 @@ def test_of_several_ranks_memory_keeps_what_all_have_though_one_s_next_saves_are
     place = one.saver.open_holder("127.0.0.1")
     one.saver.meet([{"replica": 0, "placement": "p", "holders": [place]}], 0)
     for step in (1, 2, 3):
-        one.saver.delivery.common = {"peer": 1}  # of these the other rank has the first alone
+        one.saver.dispatcher.common = {"peer": 1}  # of these the other rank has the first alone
         assert one.save(step) is not None
         one.told.until(lambda step=step: step in one.told.saved())  # type: ignore[misc]
     held = [label["step"] for label in peer.held(place["address"], "t")]
@@ -146,8 +146,8 @@ def test_what_our_own_node_cannot_keep_another_still_does(tmp_path: Path) -> Non
     server = RequestServer("127.0.0.1", "t", Holder().serve)
     one = OneRank(tmp_path, holder=True)
     one.saver.sources.look_into(gone_address())
-    one.saver.delivery.own_holder = lambda: one.saver.sources.holder
-    one.saver.delivery.keepers.follow([peer.Place(server.address, "node-1")])
+    one.saver.dispatcher.own_holder = lambda: one.saver.sources.holder
+    one.saver.dispatcher.keepers.follow([peer.Place(server.address, "node-1")])
     one.save_all(1)
     one.saver.finish()
 
@@ -161,10 +161,10 @@ def test_what_our_own_node_has_otherwise_another_keeps(tmp_path: Path) -> None:
     own, lost, there = (RequestServer("127.0.0.1", "t", Holder().serve) for _ in range(3))
     one = OneRank(tmp_path, holder=True)
     one.saver.sources.look_into(own.address)
-    one.saver.delivery.own_holder = lambda: one.saver.sources.holder
-    one.saver.delivery.keepers.follow([peer.Place(lost.address, "node-1")])
+    one.saver.dispatcher.own_holder = lambda: one.saver.sources.holder
+    one.saver.dispatcher.keepers.follow([peer.Place(lost.address, "node-1")])
     one.save_all(1)
-    one.saver.delivery.keepers.follow([peer.Place(there.address, "node-2")])
+    one.saver.dispatcher.keepers.follow([peer.Place(there.address, "node-2")])
     one.saver.save(lambda into: Copying({"w": torch.ones(9)}, 1, into), "save1", ["peer"])
     one.saver.finish()
 

@@ -57,10 +57,10 @@ class Asked:
         staged, name = staged_at(step), f"save{step}"
         size, start = len(staged.buffer), aligned(len(staged.buffer), mmap.PAGESIZE)
         described = json.dumps({"step": step, "save": name, **staged.table.describe()}).encode()
-        memory = self.writer._rooms[room] = pages(start + len(described))
+        memory = self.writer._copy_buffers[room] = pages(start + len(described))
         memory[:size], memory[start:] = memoryview(staged.buffer), described
         return {
-            "op": "save", "room": room, "image": size, "described": len(described), "step": step,
+            "op": "save", "buffer": room, "image": size, "described": len(described), "step": step,
             "save": name, "facts": {}, "share": 0, "shares": 1, "keep": 1, "keep_for_s": 0,
             "common": None, "pack": False, **where,
         }  # fmt: skip
@@ -304,13 +304,13 @@ def test_a_writer_that_outlives_its_trainer_keeps_only_the_memory_that_it_still_
     for room, folder in enumerate(folders):
         asked.tell(asked.order(1, room, folder=str(folder), rank=0, ranks=1))
         asked.copied(1)
-    asked.writer._rooms[2] = pages(1)
+    asked.writer._copy_buffers[2] = pages(1)
     running = threading.Thread(target=asked.writer.run, daemon=True)
     running.start()
     assert begun.wait(60.0)
     asked.trainer.close()
-    until(lambda: len(asked.writer._rooms) < 3, "a room is given up")
-    left = set(asked.writer._rooms)
+    until(lambda: len(asked.writer._copy_buffers) < 3, "a room is given up")
+    left = set(asked.writer._copy_buffers)
     goes_on.set()
     running.join(60.0)
 

@@ -28,7 +28,7 @@ class Gradient:
 
 
 @dataclass(frozen=True)
-class Made:
+class RunRecord:
     """A step's reduced gradient."""
 
     step: int
@@ -43,10 +43,10 @@ class State:
 
     step: int
     digest: str
-    made: Made | None
+    made: RunRecord | None
     before: State | None
 
-    def after(self, made: Made) -> State:
+    def after(self, made: RunRecord) -> State:
         told = [self.digest, *(f"{part.shard} {part.placement}" for part in made.parts)]
         digest = hashlib.blake2b("\n".join(told).encode(), digest_size=6).hexdigest()
         return State(made.step, digest, made, self)
@@ -132,7 +132,7 @@ class History:
             f"{who.name} enters epoch {epoch} with another state of step {who.state.step}",
         )
 
-    def took_over(self, who: Holder, made: Made) -> State:
+    def took_over(self, who: Holder, made: RunRecord) -> State:
         """A replica is about to apply a step that a peer made; returns the state that follows.
 
         Who was cut off may take over what the others have given up: it is seen when it enters.
@@ -140,7 +140,7 @@ class History:
         self._check_whole(who, made)
         return self._known(who.state.after(made))
 
-    def committed(self, who: Holder, made: Made) -> State:
+    def committed(self, who: Holder, made: RunRecord) -> State:
         """A member is about to apply a step that it made; returns the state that follows."""
         self._check_whole(who, made)
         state = self._known(who.state.after(made))
@@ -182,7 +182,7 @@ class History:
         at_line = self.line[state.step] if state.step < len(self.line) else None
         return at_line if at_line is not None and at_line.digest == state.digest else state
 
-    def _check_stray(self, who: Holder, made: Made) -> None:
+    def _check_stray(self, who: Holder, made: RunRecord) -> None:
         """A member that the others had already to go on without may have got its last sum: that
         step is its own, and it can make no second one."""
         before = self.line[made.step - 1] if 0 < made.step <= len(self.line) else None
@@ -202,7 +202,7 @@ class History:
         )
         self.strays += 1
 
-    def _check_whole(self, who: Holder, made: Made) -> None:
+    def _check_whole(self, who: Holder, made: RunRecord) -> None:
         summed = [part.shard for part in made.parts]
         missing = self._all - set(summed)
         self._require(

@@ -1,6 +1,6 @@
 """The coordinator's process: the real Coordinator behind simulated connections, clock and disk.
 
-Mirrors listening.py: `serve` for each connection, and a tick now and then.
+Mirrors server.py: `serve` for each connection, and a tick now and then.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Keeper(Process):
 
 
 class _Served:
-    """listening.serve(), one message after another."""
+    """server.serve(), one message after another."""
 
     def __init__(self, keeper: Keeper, connection: Connection) -> None:
         self.keeper, self.connection = keeper, connection

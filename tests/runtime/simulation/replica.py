@@ -12,7 +12,7 @@ from runtime.replica.link import Refused
 from runtime.replica.membership import REJOINS, Member, Severed, Silent
 from tests.runtime.simulation.clock import Process, Thread
 from tests.runtime.simulation.group import Group
-from tests.runtime.simulation.history import Made, State, Violation
+from tests.runtime.simulation.history import RunRecord, State, Violation
 from tests.runtime.simulation.link import SimulatedLink
 from tests.runtime.simulation.trainer import SimulatedTrainer
 
@@ -157,7 +157,7 @@ class Replica(Process):
         agreed = {wish: any(one) for wish, one in together.items()}
         member.agree_to_stage(sum(together["stage"]))
         self._await_lease()
-        made = Made(self.state.step + 1, member.epoch, tuple(parts), agreed["prove"])
+        made = RunRecord(self.state.step + 1, member.epoch, tuple(parts), agreed["prove"])
         self.trainer.apply(made, own=True)
         all_told = all(together["told"]) and len(brought) == len(member.members)
         return agreed | {

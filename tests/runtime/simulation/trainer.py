@@ -15,7 +15,7 @@ from runtime.replica.plan import divide, fixed_shares
 from runtime.replica.reach import waited_s
 from tests.runtime.simulation.clock import Thread
 from tests.runtime.simulation.group import Group
-from tests.runtime.simulation.history import BLANK, Gradient, Made, State
+from tests.runtime.simulation.history import BLANK, Gradient, RunRecord, State
 from tests.runtime.simulation.network import Unreachable
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class SimulatedTrainer:
         self.gradients: dict[int, Gradient] = {}  # summed here, of the next step
         self.copy: State | None = None  # held ready for newcomers
         self._offered: State | None = None  # the same, before it is hashed
-        self.kept: dict[int, Made] = {}
+        self.kept: dict[int, RunRecord] = {}
         self.followed = False
         self.shares: dict[int, list[int]] = {}
         self._usual: dict[int, list[int]] = {}
@@ -101,7 +101,7 @@ class SimulatedTrainer:
             self._follower.stopped = True
             self._stopped, self._follower = self._follower, None
 
-    def make(self, reduced: Made) -> None:
+    def make(self, reduced: RunRecord) -> None:
         if reduced.step == self.committed + 1 and self._follower is not None:
             self.apply(reduced, own=False)
             self._follower.applied(reduced.step)
@@ -209,7 +209,7 @@ class SimulatedTrainer:
         gradient = Gradient(shard, self.committed + 1, self.state.digest, self.replica.name)
         self.gradients[shard] = gradient
 
-    def apply(self, made: Made, *, own: bool) -> None:
+    def apply(self, made: RunRecord, *, own: bool) -> None:
         """Commit a step: our own, or one that peers made."""
         replica = self.replica
         replica.note("%s step %s of epoch %s", "commits" if own else "takes", made.step, made.epoch)
@@ -240,10 +240,10 @@ class SimulatedTrainer:
         self.forget()
         self.replica.link.step = self.committed
 
-    def _fetch(self, step: int, donors: list[list[str]]) -> Made:
+    def _fetch(self, step: int, donors: list[list[str]]) -> RunRecord:
         have = None if self._stopped is None else self._stopped.drawn(step)
         for (donor,) in donors:
-            made: Made | None = self._ask(donor, lambda peer: peer.trainer.kept.get(step))
+            made: RunRecord | None = self._ask(donor, lambda peer: peer.trainer.kept.get(step))
             if made is not None:
                 return made if have is None or have.epoch != made.epoch else have
         raise CannotFollow(f"nobody keeps step {step}")
@@ -267,13 +267,13 @@ class Follower:
     """Hears of the steps that peers commit, in a thread of its own."""
 
     def __init__(
-        self, replica: Replica, donors: list[list[str]], step: int, ahead: Made | None
+        self, replica: Replica, donors: list[list[str]], step: int, ahead: RunRecord | None
     ) -> None:
         self.stopped = False
         self.room = 2  # steps that may be passed on before one is applied
         self._replica = replica
         self._step = step
-        self._passed_on: list[Made] = []  # and not yet applied
+        self._passed_on: list[RunRecord] = []  # and not yet applied
         self._ahead = ahead  # the next one, which may still be made anew
         self._donors = [donor for (donor,) in donors]
         replica.clock.random.shuffle(self._donors)
@@ -295,11 +295,11 @@ class Follower:
         self._passed_on = [one for one in self._passed_on if one.step > step]
         self.room += 1
 
-    def drawn(self, step: int) -> Made | None:
+    def drawn(self, step: int) -> RunRecord | None:
         here = [*self._passed_on, self._ahead]
         return next((one for one in here if one is not None and one.step == step), None)
 
-    def _next(self) -> Made | None:
+    def _next(self) -> RunRecord | None:
         fleet = self._replica.fleet
         while self._donors and not self.stopped:
             peer = fleet.at(self._donors[0])
@@ -309,12 +309,12 @@ class Follower:
                 )
             except Unreachable:
                 newest, made = self._step + 1, None
-            if isinstance(made, Made) and newest > self._step:
+            if isinstance(made, RunRecord) and newest > self._step:
                 before = self._ahead
                 same = before is not None and before.epoch == made.epoch
                 self._ahead = before if same else made
                 return self._ahead
-            if isinstance(made, Made) and self._ahead is None:
+            if isinstance(made, RunRecord) and self._ahead is None:
                 self._ahead = made
             if newest <= self._step:
                 self._donors.append(self._donors.pop(0))
@@ -325,7 +325,7 @@ class Follower:
         self._tell("cannot_follow", error="no donor is left")
         return None
 
-    def _look_up(self, peer: Replica) -> tuple[int, Made | None]:
+    def _look_up(self, peer: Replica) -> tuple[int, RunRecord | None]:
         """The last step that it made, and ours. Those before the last surely all have made."""
         kept = peer.trainer.kept
         return next(reversed(kept), 0), kept.get(self._step)

@@ -70,7 +70,7 @@ def main() -> None:
             rows = data[ids] + noise
             loss = backward(rows)
             if step == 1:
-                saver.rooms.await_free(PATIENCE_S)  # then this step's edge does save
+                saver.copy_buffers.await_free(PATIENCE_S)  # then this step's edge does save
             if step == KILLED_IN and job.rank == job.ranks - 1:
                 wait_and_die(folder)
             optimizer.step()

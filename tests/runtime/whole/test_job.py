@@ -55,7 +55,7 @@ def test_what_is_whole_on_all_ranks_is_known_from_what_each_has(
         for ours in (5, 7, 9):
             whole._on_saved(part_of_rank(ours))
             whole._at_edge()
-            known.append(whole.saver.delivery.common["local"])
+            known.append(whole.saver.dispatcher.common["local"])
         monkeypatch.undo()
 
     assert known == [5, 5, 9]
@@ -184,7 +184,7 @@ def test_where_there_is_no_room_for_what_is_due_that_is_told(
     with alone.start() as whole:
         steps = whole.steps(NEVER)
         until(lambda: next(steps) >= 0 and whole.saver.is_free("local"), "there is room")
-        monkeypatch.setattr(whole.saver.rooms, "any_free", lambda: False)
+        monkeypatch.setattr(whole.saver.copy_buffers, "any_free", lambda: False)
         whole._on_directive(Directive(id="dir_1", verb="checkpoint"))
         next(steps)
         monkeypatch.undo()
@@ -228,7 +228,7 @@ def test_what_failed_at_the_last_edge_is_saved_at_the_end(alone: Alone) -> None:
         until(lambda: whole.saver.is_free("local"), "there is room")
         (alone.folder / "disk").write_text("in the way")
         made += steps
-        until(lambda: whole.saver.delivery.unwell() == {"local"}, "it has failed")
+        until(lambda: whole.saver.dispatcher.unwell() == {"local"}, "it has failed")
         until(lambda: whole.saver.is_free("local"), "its writer is done")
         (alone.folder / "disk").unlink()
 
@@ -246,7 +246,7 @@ def test_what_is_tried_again_where_all_save_takes_no_place_of_what_may_be_there(
         made += steps
         until(lambda: alone.saved(whole, "shared") == [1], "it is there")
         until(lambda: whole.saver.is_free("shared"), "its writer is done")
-        whole.saver.delivery.failed("shared", "no word of it came")
+        whole.saver.dispatcher.failed("shared", "no word of it came")
 
     (path, *others) = store.candidates(alone.folder / "state" / "checkpoints")
     assert store.manifest_of(path).save == f"{whole._start}x1again"
@@ -259,7 +259,7 @@ def test_no_try_to_save_the_last_step_takes_the_place_of_another(alone: Alone) -
         for _ in range(2):
             whole._save_last()
             until(lambda: whole.saver.is_free("shared"), "its writer is done")
-            whole.saver.delivery.failed("shared", "no word of it came")
+            whole.saver.dispatcher.failed("shared", "no word of it came")
 
     paths = store.candidates(alone.folder / "state" / "checkpoints")
     name = f"{whole._start}x0"

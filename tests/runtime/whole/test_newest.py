@@ -10,7 +10,7 @@ import pytest
 
 import runtime
 from runtime.image import Damaged, Staged
-from runtime.replica.together import MAX_TRIES
+from runtime.replica.all_ranks import MAX_TRIES
 from runtime.whole import newest
 from runtime.whole.newest import Found, Newest
 from tests.runtime.replicas import until

@@ -19,7 +19,7 @@ import runtime
 from runtime.checkpoint import facts, store
 from runtime.checkpoint.draft import write
 from runtime.checkpoint.suspects import TOO_MANY, TRIAL_STEPS, DoesNotTrain
-from runtime.replica.division import Division
+from runtime.replica.fsdp import ShardGroup
 from runtime.replica.gloo import Gloo
 from runtime.replica.observing import Observer
 from runtime.replica.rank import Rank
@@ -111,7 +111,7 @@ def test_a_state_that_leads_to_nan_is_not_saved_nor_loaded_again(alone: Alone, e
 
     assert bad.committed == -(-5 // every) * every + (TOO_MANY - 1) * every
     assert (max(saved), begins) == (4, 3)
-    assert whole.saver.delivery.began["epoch"] == first
+    assert whole.saver.dispatcher.began["epoch"] == first
 
 
 def test_of_a_loop_that_tells_no_losses_some_steps_are_waited_for(alone: Alone) -> None:
@@ -129,8 +129,8 @@ def test_a_state_that_trains_is_saved_again_once_that_shows(alone: Alone) -> Non
     with alone.start(local=0.0) as whole:
         for step in whole.steps(TRIAL_STEPS + 1):
             whole.tell(1.0)
-            saved += [step] if whole.saver.delivery.busy(["local"]) else []
-        until(lambda: not whole.saver.delivery.busy(["local"]), "it is durable")
+            saved += [step] if whole.saver.dispatcher.busy(["local"]) else []
+        until(lambda: not whole.saver.dispatcher.busy(["local"]), "it is durable")
 
     assert saved == []
     assert whole._trial is None
@@ -149,7 +149,7 @@ def test_a_state_that_turns_bad_much_later_takes_the_place_of_no_good_one(alone:
         last_good = go_on(1.0)
         for _ in range(TOO_MANY + 3):
             go_on(math.nan)
-            until(lambda: not whole.saver.delivery.busy(["local"]), "nothing is being saved")
+            until(lambda: not whole.saver.dispatcher.busy(["local"]), "nothing is being saved")
         kept = alone.saved(whole, "local")
         until(lambda: go_on(1.0) and max(alone.saved(whole, "local")) > last_good, "it goes on")
 
@@ -178,7 +178,7 @@ def test_what_all_ranks_have_on_their_disks_is_known_from_the_start(alone: Alone
     store.remove(newest)
 
     with alone.start() as whole:
-        common = dict(whole.saver.delivery.common)
+        common = dict(whole.saver.dispatcher.common)
 
     assert whole.committed == 2
     assert common == {"local": store.number_of(older)[0]} == {"local": 0}
@@ -295,9 +295,9 @@ def test_elements_of_a_type_that_has_them_all_are_put_back(alone: Alone) -> None
 @contextmanager
 def rank_of_a_group(alone: Alone, state: TrainingState) -> Iterator[Rank]:
     """The only one, with what the job has in its folders."""
-    job, division = alone.join(), Division(state.model, 0)
+    job, shard_group = alone.join(), ShardGroup(state.model, 0)
     gloo, saver = Gloo("127.0.0.1"), runtime.Checkpointer(job)
-    engine = StepEngine(state, gloo, Observer(), division, mode="cover", max_grad_norm=None)
+    engine = StepEngine(state, gloo, Observer(), shard_group, mode="cover", max_grad_norm=None)
     rank = Rank(job, state, engine, gloo, saver, Observer(), host="127.0.0.1", on_step=None)
     yield rank
     rank.close()
@@ -327,7 +327,7 @@ def test_a_state_that_was_divided_among_one_rank_is_put_back_whole(alone: Alone)
             runtime.Batches(samples=24, shards=2),
             torch.optim.AdamW(model.parameters()),
         )
-        return TrainingState(model, [optimizer], batches, Division(model, 0))
+        return TrainingState(model, [optimizer], batches, ShardGroup(model, 0))
 
     (divided, _), (whole, _) = trainee(), trainee()
     fully_shard(divided, mesh=init_device_mesh("cpu", (1,)))

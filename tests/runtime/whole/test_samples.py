@@ -16,7 +16,7 @@ from runtime.ledger.__main__ import read
 from runtime.ledger.check import Report, check
 from runtime.whole.samples import NoSamples, Samples
 from tests.runtime.replicas import until
-from tests.runtime.test_ending import GRACE_S, quick
+from tests.runtime.test_final_save import GRACE_S, quick
 from tests.runtime.whole.runs import NEVER, Alone
 
 SAMPLES, SHARDS = 50, 4
