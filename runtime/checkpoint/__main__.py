@@ -600,8 +600,12 @@ def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
     one["import"].add_argument(
         "--strip", default="", metavar="PREFIX", help="of the tensors' names, as in 'module.'"
     )
-    one["prune"].add_argument("--keep", type=_count, default=store.KEEP, help="the newest so many")
-    one["prune"].add_argument("--older-than", type=_days, metavar="DAYS", help="and what is newer")
+    one["prune"].add_argument(
+        "--keep", type=_count, default=store.KEEP, help="how many of the newest to keep"
+    )
+    one["prune"].add_argument(
+        "--older-than", type=_days, metavar="DAYS", help="keep what is younger, too"
+    )
     one["prune"].add_argument("--dry-run", action="store_true", help="only say what would go")
     return parser.parse_args(arguments)
 

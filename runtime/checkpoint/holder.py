@@ -447,12 +447,32 @@ def main() -> None:
     """Say the address on standard output, and serve."""
     import argparse  # writers import this module, too, and do without
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--folder", required=True, type=Path, help="on this node, of all jobs")
-    parser.add_argument("--host", default="127.0.0.1", help="the address at which peers reach us")
-    parser.add_argument("--port", type=int, default=0, help="0: any that is free")
-    parser.add_argument("--idle", type=float, default=IDLE_S, help="seconds until it ends")
+    parser = argparse.ArgumentParser(
+        prog="runtime.checkpoint.holder",
+        description=(__doc__ or "").partition("\n\n")[0],
+        epilog="In the environment: DRYDOCK_TOKEN, the job's token, which must be there.",
+    )
+    parser.add_argument("--job", required=True, help="the job's id, the same on all its ranks")
+    parser.add_argument(
+        "--folder", required=True, type=Path, help="the holders' folder of this node, of all jobs"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="the address of this node at which ranks of other nodes reach it",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=0,
+        help="the port to listen on; 0, the default, takes a free one",
+    )
+    parser.add_argument(
+        "--idle",
+        type=float,
+        default=IDLE_S,
+        help="end after so many seconds in which no rank was connected",
+    )
     given = parser.parse_args()
     logging.basicConfig(format="%(asctime)s holder %(message)s", level=logging.INFO)
     for number in (signal.SIGINT, signal.SIGHUP):

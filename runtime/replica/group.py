@@ -170,8 +170,9 @@ class ReplicaGroup:
         shape_of_ranks = of_ranks(shape, helpers_of(schedules, scaler, ema, extra=None))
         if shape["content"] == NOT_IN_MEMORY and not job.rank:
             log.warning(
-                "data_not_compared dataset=%s: its samples lie in files, so nothing shows whether "
-                "all replicas have the same ones; give it a text `fingerprint`, as a hash of them",
+                "data_not_compared dataset=%s: it holds no array in memory, so nothing shows "
+                "whether all replicas have the same samples; give it a text `fingerprint`, as a "
+                "hash of its files",
                 shape["data"],
             )
         self._rank = Rank(

@@ -46,9 +46,19 @@ def options(description: str) -> argparse.Namespace:
         "DRYDOCK_WORLD_REPLICAS, with how many replicas the job starts: as many as --min-replicas "
         "if it is not set, or more once one that joins says so.",
     )
-    parser.add_argument("--job", required=True)
-    parser.add_argument("--min-replicas", type=int, default=1)
-    parser.add_argument("--state-dir", type=Path, required=True)
+    parser.add_argument("--job", required=True, help="the job's id, the same on all its ranks")
+    parser.add_argument(
+        "--min-replicas",
+        type=int,
+        default=1,
+        help="train with as few replicas as this; the others may be missing",
+    )
+    parser.add_argument(
+        "--state-dir",
+        type=Path,
+        required=True,
+        help="the folder of the coordinator's record, on storage that outlives this machine",
+    )
     parser.add_argument("--listen", default="127.0.0.1:0", help="host:port; port 0 chooses one")
     parser.add_argument("--port-file", type=Path, help="the chosen port is written here")
     parser.add_argument(

@@ -107,7 +107,7 @@ def test_a_copy_under_way_does_not_wait_for_the_step_beside_it() -> None:
 def test_pinned_memory_is_the_card_s_until_it_is_unmapped() -> None:
     torch.zeros(1, device="cuda")
     size = 64 << 20
-    file = os.memfd_create("room")
+    file = os.memfd_create("copy")
     os.truncate(file, size)
 
     for _ in range(2):  # the second would be refused if the first still were

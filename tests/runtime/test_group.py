@@ -120,7 +120,7 @@ def test_data_that_nothing_tells_apart_is_said_to_be_so(
 
     make(batches=Batches(Files()))
 
-    assert "data_not_compared dataset=Files: its samples lie in files" in caplog.text
+    assert "data_not_compared dataset=Files: it holds no array in memory" in caplog.text
 
 
 def test_replicas_compare_how_their_loops_go_before_they_join(make: Make) -> None:

@@ -43,7 +43,7 @@ class Untouched:
 def test_two_buffers_are_two_states_and_little_more(
     gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copy_buffers, "Room", Untouched)
+    monkeypatch.setattr(copy_buffers, "CopyBuffer", Untouched)
     made, size = CopyBuffers(pytest.fail), int(gib * GIB)
 
     made.prepare(size)
@@ -83,7 +83,7 @@ def taken_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         made.append(os.dup(one.fd))
         return one
 
-    monkeypatch.setattr(copy_buffers, "Room", noted)
+    monkeypatch.setattr(copy_buffers, "CopyBuffer", noted)
     yield taken
     for fd in made:
         os.close(fd)
@@ -235,7 +235,7 @@ def test_a_room_that_could_not_be_had_is_made_later_and_told_of_once(
             raise OSError(12, "Cannot allocate memory")
         return room(number, *given)
 
-    monkeypatch.setattr(copy_buffers, "Room", scarce)
+    monkeypatch.setattr(copy_buffers, "CopyBuffer", scarce)
     monkeypatch.setattr(copy_buffers, "RETRY_S", 0.0)
     told: list[str] = []
     made = CopyBuffers(told.append)
