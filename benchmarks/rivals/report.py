@@ -15,7 +15,7 @@ from benchmarks.rivals.figures import ENOUGH, interval, share
 Row = dict[str, Any]
 Keeps = Callable[[Row], Iterable[str]]  # each figure that has a limit, and whether it is kept
 LIMIT_STEP, LIMIT_KILL_S, LIMIT_STEPS = 0.01, 0.3, 2
-LIMIT_SILENT_S = 2.0 + 0.5  # PEER_SILENT_S of runtime/replica/server.py, and a margin
+LIMIT_SILENT_S = 2.0 + 0.5  # PEER_SILENT_S of runtime/replica/roster.py, and a margin
 #: In jobs of their own even DDP over itself differs by more than the limit.
 TOGETHER = "the same processes"
 

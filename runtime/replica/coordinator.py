@@ -25,8 +25,8 @@ from runtime.replica.keeper import Keeper
 from runtime.replica.plan import Report
 from runtime.replica.proving import Difference
 from runtime.replica.record import RecordFile, StaleEpoch, Unusable, hold_alone
-from runtime.replica.roster import FROZEN_S
-from runtime.replica.server import TICK_S, options, run
+from runtime.replica.roster import FROZEN_S, TICK_S
+from runtime.replica.server import options, run
 from runtime.replica.shape import misfit
 from runtime.replica.succession import Superseded
 

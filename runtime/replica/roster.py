@@ -21,11 +21,13 @@ from runtime.replica.proving import Proofs
 from runtime.replica.reach import Doubt
 from runtime.replica.record import Record, RecordFile, StaleEpoch
 from runtime.replica.rendezvous import Rendezvous
-from runtime.replica.server import LEASE_S, PEER_SILENT_S
 from runtime.replica.succession import Succession
 
 log = logging.getLogger("drydock.coordinator")
 
+TICK_S = 0.1  # how often the clock is looked at
+PEER_SILENT_S = 2.0  # a member that answered nothing for so long is dead, if not said otherwise
+LEASE_S = 10.0  # how long members may train without a word from the coordinator
 FROZEN_S = 1.0  # who did not run for so long may have lost connections that are there again
 #: All are asked for a sign of life twice in that time. If none of them gives one it is rather our
 #: own network that fails than all of them.

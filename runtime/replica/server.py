@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.replica.connection import Peer, read_line
 from runtime.replica.network import address_of
+from runtime.replica.roster import LEASE_S, PEER_SILENT_S, TICK_S
 from runtime.replica.succession import Superseded
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("drydock.coordinator")
 
-TICK_S = 0.1
-PEER_SILENT_S = 2.0  # a member that answered nothing for so long is dead, if not said otherwise
-LEASE_S = 10.0  # how long members may train without a word from the coordinator
 LEAST_LEASE_S = 1.0  # they are asked for a sign of life twice in that time
 FIRST_LINE_S = 10.0  # how long a stranger may take to say who it is
 MAX_STRANGERS = 64  # each has a descriptor, without which no record is written

@@ -6,7 +6,7 @@ import pytest
 
 from runtime.replica.coordinator import Asked, Coordinator
 from runtime.replica.epochs import GATHER_S, HUNG_S, LAG_S, UNWRITTEN_S
-from runtime.replica.server import LEASE_S, PEER_SILENT_S
+from runtime.replica.roster import LEASE_S, PEER_SILENT_S
 from runtime.replica.succession import Superseded
 from tests.runtime.scene import Play, Replica, compare, phase_of
 

@@ -17,7 +17,7 @@ from runtime.replica import server
 from runtime.replica.coordinator import Coordinator
 from runtime.replica.epochs import GATHER_S
 from runtime.replica.record import Record, RecordFile, StaleEpoch, Unusable, hold_alone
-from runtime.replica.server import PEER_SILENT_S
+from runtime.replica.roster import PEER_SILENT_S
 from runtime.replica.succession import Succession, Superseded
 from tests.runtime.replicas import PATIENCE_S
 
