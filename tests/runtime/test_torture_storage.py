@@ -175,9 +175,9 @@ def test_every_phase_of_a_save_begins_at_a_function_that_there_is() -> None:
 
 def test_who_comes_to_a_phase_strikes_once_and_says_so_before(tmp_path: Path) -> None:
     strike = (
-        "from pathlib import Path; from runtime.torture.injector import Hand;"
-        f"hand = Hand(Path({str(tmp_path)!r}), 'plc_0', 0);"
-        "[hand.at(phase) for phase in ('write', 'verify', 'publish')]; print('lives')"
+        "from pathlib import Path; from runtime.torture.injector import Injector;"
+        f"injector = Injector(Path({str(tmp_path)!r}), 'plc_0', 0);"
+        "[injector.at(phase) for phase in ('write', 'verify', 'publish')]; print('lives')"
     )
     order = {"fault": 3, "kind": "writer", "phase": "verify", "delay_s": 0.0, "seconds": 0.0}
     order_file(tmp_path, "plc_0").write_text(json.dumps(order))

@@ -120,8 +120,8 @@ def test_a_trainer_killed_after_the_copy_is_saved_all_the_same(tmp_path: Path) -
         "from tests.runtime.checkpoint.one_rank import OneRank;"
         f"one = OneRank(Path({str(tmp_path)!r})); one.save_all(1);"
         "os.kill(one.writer(), signal.SIGSTOP); one.save(2);"
-        "one.told.until(lambda: ('shared', 'save2') in one.saver.delivery._asked);"
-        "one.saver.delivery._given.put(None); one.saver.delivery._thread.join();"
+        "one.told.until(lambda: ('shared', 'save2') in one.saver.dispatcher._asked);"
+        "one.saver.dispatcher._given.put(None); one.saver.dispatcher._thread.join();"
         "os.kill(one.writer(), signal.SIGCONT); os.kill(os.getpid(), signal.SIGKILL)"
     )
 
