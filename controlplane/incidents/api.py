@@ -96,7 +96,7 @@ from controlplane.rest.filters import (
     whole,
 )
 from controlplane.rest.resource import Resource, reading
-from controlplane.rest.verbs import Operation, verb
+from controlplane.rest.verbs import VerbAction, verb
 
 #: Change numbers told in one answer at most.
 CHANGES_WINDOW = 1000
@@ -235,7 +235,7 @@ def _order(name: str, words: str, *, path: str | None = None) -> Any:
 
     operation.__name__ = name if path is None else f"{path}_node"
     operation.__doc__ = f"{words}\n\nThe answer is the run that does it. A dry run shows its plan."
-    told: Operation = operation
+    told: VerbAction = operation
     return verb(
         answers=RunSerializer,
         status=HTTPStatus.ACCEPTED,

@@ -37,7 +37,7 @@ LOCK_TIMEOUT_MS = 5_000
 
 #: What a verb does: (view, actor, target, order) -> the row that the answer shows, if any. The
 #: target is the object in the path; for a collection, the cluster that the body names.
-Operation = Callable[[Any, Actor, Any, dict[str, Any]], Model | None]
+VerbAction = Callable[[Any, Actor, Any, dict[str, Any]], Model | None]
 #: What the automation would do: (target, order) -> the plan.
 Plan = Callable[[Any, dict[str, Any]], Mapping[str, Any]]
 Handler = Callable[..., Response]
@@ -69,7 +69,7 @@ def verb(
     detail: bool = True,
     path: str | None = None,
     method: str = "post",
-) -> Callable[[Operation], Handler]:
+) -> Callable[[VerbAction], Handler]:
     """Make a deed a sub-resource that is written to.
 
     `answers` is the serializer of what the deed returns; without it the answer shows the object
@@ -77,7 +77,7 @@ def verb(
     """
     told = Verb(access, takes, answers, status, plan, detail)
 
-    def decorate(operation: Operation) -> Handler:
+    def decorate(operation: VerbAction) -> Handler:
         def handler(view: Resource, request: Request, **path_values: str) -> Response:
             return _perform(view, request, told, operation, path_values)
 
@@ -97,7 +97,7 @@ class _Undone(Exception):
 
 
 def _perform(
-    view: Resource, request: Request, verb: Verb, operation: Operation, path_values: dict[str, str]
+    view: Resource, request: Request, verb: Verb, operation: VerbAction, path_values: dict[str, str]
 ) -> Response:
     in_query = request.method == "DELETE"  # its body may be dropped on the way
     demand_known(request.query_params, ["dry_run", "reason"] if in_query else ["dry_run"])
@@ -139,7 +139,7 @@ def _do(
     view: Resource,
     request: Request,
     verb: Verb,
-    operation: Operation,
+    operation: VerbAction,
     target: Model | None,
     order: dict[str, Any],
 ) -> dict[str, Any]:
