@@ -119,7 +119,10 @@ def test_a_node_that_is_to_be_power_cycled_is_off_before_it_is_switched_on(
 
     assert (bmc.state(), bmc.boots) == ("On", 2)
     assert bmc.orders == ["ForceOff", "On"]  # some refuse a second order while one is under way
-    assert step_of("repair-node", "repair").outcome in ("restarted through its BMC", "switched on")
+    assert step_of("repair-node", "repair").outcome in (
+        f"{node.name} was restarted through its BMC",
+        f"{node.name} was switched on",
+    )
 
 
 @pytest.mark.parametrize(

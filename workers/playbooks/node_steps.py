@@ -123,7 +123,7 @@ def quarantine(ctx: StepContext) -> Outcome:
         return _cut_power(ctx, node, why)
     if all(order.state == CommandState.DONE for order in orders):
         return Done(
-            text=f"what ran on {node.name} was killed; quarantined",
+            text=f"what ran on {node.name} was killed; the node is quarantined",
             apply=_take_out(ctx, node, told),
         )
     return _cut_power(ctx, node, "the node's agent could not kill what runs there")
@@ -499,7 +499,7 @@ def _restart(ctx: StepContext, node: Node, rung: Rung) -> Outcome:
             text=f"{error}; whether it was restarted cannot be told: look before going on"
         )
     return Done(
-        text="restarted through its BMC" if state.on else "switched on",
+        text=f"{node.name} was {'restarted through its BMC' if state.on else 'switched on'}",
         evidence={"boot_before": before},
     )
 

@@ -282,7 +282,7 @@ def take_node_out(ctx: StepContext) -> Outcome:
         key="quarantine", run__node=node, finished_at__gt=placement.created_at
     )
     if steps.filter(state=StepState.DONE).exists():
-        return Done(text=f"{node.name} is quarantined: nothing of it runs there")
+        return Done(text=f"{node.name} is quarantined: nothing of the replica runs there")
     if ctx.values.get("code") in triage.SILENCE_ALONE and losses.lives(placement):
         return GoTo(to="find-cause", text=f"the replica is alive on {node.name}, which beats again")
     repairs = PlaybookRun.objects.filter(playbook="repair-node", node=node)

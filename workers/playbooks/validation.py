@@ -102,7 +102,7 @@ def await_soak(ctx: StepContext, node: Node) -> Outcome:
     left = began + timedelta(seconds=settings.SOAK_S) - timezone.now()
     if left > timedelta(0):
         return Wait(text=f"watched for {settings.SOAK_S:g} s", wake_s=left.total_seconds())
-    return Done(text=f"healthy for {settings.SOAK_S:g} s")
+    return Done(text=f"{node.name} was healthy for {settings.SOAK_S:g} s")
 
 
 def _speaks_against(signal: Signal) -> bool:
